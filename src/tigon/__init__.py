@@ -1,0 +1,7 @@
+"""Fused kernels for training large language models with PyTorch, and the patcher that installs them."""
+
+__version__ = "0.1.0"
+
+from .ops import OPS, NormResidual, backend, current_backend, rms_norm, why_not
+
+__all__ = ["OPS", "NormResidual", "__version__", "backend", "current_backend", "rms_norm", "why_not"]

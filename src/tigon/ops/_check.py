@@ -1,0 +1,37 @@
+"""Argument checks with one wording: `op: argument: expected ..., got ...`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def require(holds: bool, op: str, argument: str, expected: str, got: Any) -> None:
+    """Raise ValueError unless `holds`."""
+    if not holds:
+        raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
+
+
+def require_one_of(op: str, argument: str, value: Any, choices: Sequence[Any]) -> None:
+    require(value in choices, op, argument, f"one of {', '.join(map(repr, choices))}", repr(value))
+
+
+def require_floating(op: str, **tensors: Tensor | None) -> None:
+    """Raise unless every given tensor is a floating-point tensor."""
+    for argument, tensor in tensors.items():
+        if tensor is None:
+            continue
+        require(isinstance(tensor, Tensor), op, argument, "a tensor", type(tensor).__name__)
+        require(tensor.is_floating_point(), op, argument, "a floating-point dtype", tensor.dtype)
+
+
+def require_same_device(op: str, **tensors: Tensor | None) -> None:
+    """Raise unless all given tensors are on the device of the first."""
+    first = None
+    for argument, tensor in tensors.items():
+        if tensor is None:
+            continue
+        first = tensor.device if first is None else first
+        require(tensor.device == first, op, argument, f"device {first}", tensor.device)

@@ -1,0 +1,28 @@
+"""Launching, and the choice of block sizes and warps as pure functions of shape, dtype and capability."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launch `kernel` on the device of its first argument, which must be a tensor; an empty grid does nothing."""
+    if 0 in grid:
+        return
+    device = args[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](*args, **constants)
+    else:
+        kernel[grid](*args, **constants)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,583 @@
+"""RMS normalisation, optionally of a sum with the residual stream.
+
+    s = x + residual                              (s = x without a residual)
+    rstd = 1 / sqrt(mean(s^2) + eps)
+    y = s * rstd * (offset + weight)
+
+Gradient, with g = dy * (offset + weight) and n = s * rstd:
+
+    ds = rstd * (g - n * mean(g * n)) + (gradient of the returned s)
+    dweight = sum over rows of dy * n
+
+M rows (all leading axes), N columns. Saved for backward: s, weight, rstd (4 bytes a row).
+Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._check import require, require_floating, require_one_of, require_same_device
+from ._device import num_sms
+from ._launch import cdiv, launch, next_power_of_2
+from ._op import define, op, runs_reference
+from ._triton import tl, triton
+
+Cast = Literal["cast_then_scale", "scale_then_cast", "none"]
+CASTS = ("cast_then_scale", "scale_then_cast", "none")
+
+
+class NormResidual(NamedTuple):
+    """A normalised tensor and the sum it was computed from."""
+
+    y: Tensor
+    residual: Tensor
+
+
+# ---- reference ----
+
+
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: Cast = "cast_then_scale",
+    residual: Tensor | None = None,
+) -> Tensor | NormResidual:
+    s = x if residual is None else x + residual
+    wide = torch.float64 if s.dtype == torch.float64 else torch.float32
+    n = s.to(wide)
+    n = n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + eps)
+    if cast == "cast_then_scale":
+        n = n.to(s.dtype)
+    y = n if weight is None else n.to(wide) * (offset + weight.to(wide))
+    y = y.to(_out_dtype(s, weight, cast))
+    return y if residual is None else NormResidual(y, s)
+
+
+def _out_dtype(s: Tensor, weight: Tensor | None, cast: str) -> torch.dtype:
+    if weight is None or cast == "scale_then_cast":
+        return s.dtype
+    return torch.promote_types(s.dtype, weight.dtype)
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _load_sum(x_ptr, residual_ptr, offsets, residual_offsets, mask, HAS_RESIDUAL: tl.constexpr, s_dtype):
+    s = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        s += tl.load(residual_ptr + residual_offsets, mask=mask, other=0.0).to(tl.float32)
+        # The statistics are those of the rounded sum, which is what the next layer sees.
+        s = s.to(s_dtype).to(tl.float32)
+    return s
+
+
+@triton.jit
+def _scale(n, w_ptr, cols, col_mask, offset, s_dtype, CAST_FIRST: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    if CAST_FIRST:
+        n = n.to(s_dtype).to(tl.float32)
+    if HAS_WEIGHT:
+        w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+        n *= (w + offset)[None, :]
+    return n
+
+
+@triton.jit
+def _rms_norm_fwd_kernel(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    y_ptr,
+    s_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    num_rows,
+    num_cols,
+    eps,
+    offset,
+    CAST_FIRST: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per BLOCK_M rows; a row wider than BLOCK_N is read twice, the second time from cache."""
+    row0 = tl.program_id(0).to(tl.int64) * BLOCK_M
+    rows = tl.arange(0, BLOCK_M)
+    row_mask = row0 + rows < num_rows
+    x_ptr += row0 * x_stride
+    y_ptr += row0 * num_cols
+    if HAS_RESIDUAL:
+        residual_ptr += row0 * residual_stride
+        s_ptr += row0 * num_cols
+        s_dtype = s_ptr.dtype.element_ty
+    else:
+        s_dtype = x_ptr.dtype.element_ty
+    x_rows = rows[:, None] * x_stride
+    residual_rows = rows[:, None] * residual_stride
+    out_rows = rows[:, None] * num_cols
+    cols = tl.arange(0, BLOCK_N)
+
+    if ONE_BLOCK:
+        mask = row_mask[:, None] & (cols < num_cols)[None, :]
+        s = _load_sum(
+            x_ptr, residual_ptr, x_rows + cols[None, :], residual_rows + cols[None, :], mask, HAS_RESIDUAL, s_dtype
+        )
+        rstd = tl.rsqrt(tl.sum(s * s, axis=1) / num_cols + eps)
+        tl.store(rstd_ptr + row0 + rows, rstd, mask=row_mask)
+        if HAS_RESIDUAL:
+            tl.store(s_ptr + out_rows + cols[None, :], s, mask=mask)
+        y = _scale(s * rstd[:, None], w_ptr, cols, cols < num_cols, offset, s_dtype, CAST_FIRST, HAS_WEIGHT)
+        tl.store(y_ptr + out_rows + cols[None, :], y, mask=mask)
+    else:
+        squares = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for start in range(0, num_cols, BLOCK_N):
+            c = start + cols
+            mask = row_mask[:, None] & (c < num_cols)[None, :]
+            s = _load_sum(
+                x_ptr, residual_ptr, x_rows + c[None, :], residual_rows + c[None, :], mask, HAS_RESIDUAL, s_dtype
+            )
+            squares += s * s
+            if HAS_RESIDUAL:
+                tl.store(s_ptr + out_rows + c[None, :], s, mask=mask)
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / num_cols + eps)
+        tl.store(rstd_ptr + row0 + rows, rstd, mask=row_mask)
+        for start in range(0, num_cols, BLOCK_N):
+            c = start + cols
+            mask = row_mask[:, None] & (c < num_cols)[None, :]
+            s = _load_sum(
+                x_ptr, residual_ptr, x_rows + c[None, :], residual_rows + c[None, :], mask, HAS_RESIDUAL, s_dtype
+            )
+            y = _scale(s * rstd[:, None], w_ptr, c, c < num_cols, offset, s_dtype, CAST_FIRST, HAS_WEIGHT)
+            tl.store(y_ptr + out_rows + c[None, :], y, mask=mask)
+
+
+@triton.jit
+def _rms_norm_bwd_kernel(
+    s_ptr,
+    w_ptr,
+    rstd_ptr,
+    dy_ptr,
+    ds_out_ptr,
+    ds_ptr,
+    partial_ptr,
+    s_stride,
+    dy_stride,
+    ds_out_stride,
+    num_rows,
+    num_cols,
+    offset,
+    CAST_FIRST: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_DS_OUT: tl.constexpr,
+    NEEDS_DS: tl.constexpr,
+    NEEDS_DW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Persistent: program p takes row tiles p, p + P, ... and leaves one fp32 partial row of dweight."""
+    rows = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    col_mask = cols < num_cols
+    if HAS_WEIGHT:
+        w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+    if NEEDS_DW:
+        dw = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    num_tiles = tl.cdiv(num_rows, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
+        row0 = tl.cast(tile, tl.int64) * BLOCK_M
+        row_mask = row0 + rows < num_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        s_tile = s_ptr + row0 * s_stride
+        dy_tile = dy_ptr + row0 * dy_stride
+        # Both are dead after this read, so they should not push weights and partials out of the cache.
+        s = tl.load(
+            s_tile + rows[:, None] * s_stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
+        dy = tl.load(
+            dy_tile + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row0 + rows, mask=row_mask, other=0.0)
+        n = s * rstd[:, None]
+        if NEEDS_DW:
+            if CAST_FIRST:
+                dw += dy * n.to(s_ptr.dtype.element_ty).to(tl.float32)
+            else:
+                dw += dy * n
+        if NEEDS_DS:
+            g = dy
+            if HAS_WEIGHT:
+                g = dy * w[None, :]
+            ds = rstd[:, None] * (g - n * (tl.sum(g * n, axis=1) / num_cols)[:, None])
+            if HAS_DS_OUT:
+                ds_out_tile = ds_out_ptr + row0 * ds_out_stride
+                ds += tl.load(
+                    ds_out_tile + rows[:, None] * ds_out_stride + cols[None, :], mask=mask, other=0.0
+                ).to(tl.float32)
+            tl.store(ds_ptr + row0 * num_cols + rows[:, None] * num_cols + cols[None, :], ds, mask=mask)
+    if NEEDS_DW:
+        out = partial_ptr + tl.program_id(0) * num_cols + cols
+        tl.store(out, tl.sum(dw, axis=0), mask=col_mask)
+
+
+@triton.jit
+def _rms_norm_bwd_wide_ds_kernel(
+    s_ptr,
+    w_ptr,
+    rstd_ptr,
+    dy_ptr,
+    ds_out_ptr,
+    ds_ptr,
+    s_stride,
+    dy_stride,
+    ds_out_stride,
+    num_cols,
+    offset,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_DS_OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per row, for rows too wide for registers: two passes over the columns."""
+    row = tl.program_id(0).to(tl.int64)
+    s_ptr += row * s_stride
+    dy_ptr += row * dy_stride
+    rstd = tl.load(rstd_ptr + row)
+    dot = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in range(0, num_cols, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = cols < num_cols
+        g = tl.load(dy_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            g *= tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
+        dot += g * (tl.load(s_ptr + cols, mask=mask, other=0.0).to(tl.float32) * rstd)
+    mean = tl.sum(dot, axis=0) / num_cols
+    for start in range(0, num_cols, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = cols < num_cols
+        g = tl.load(dy_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            g *= tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
+        n = tl.load(s_ptr + cols, mask=mask, other=0.0).to(tl.float32) * rstd
+        ds = rstd * (g - n * mean)
+        if HAS_DS_OUT:
+            ds += tl.load(ds_out_ptr + row * ds_out_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(ds_ptr + row * num_cols + cols, ds, mask=mask)
+
+
+@triton.jit
+def _rms_norm_bwd_wide_dw_kernel(
+    s_ptr,
+    rstd_ptr,
+    dy_ptr,
+    partial_ptr,
+    s_stride,
+    dy_stride,
+    num_rows,
+    num_cols,
+    CAST_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program (p, c) sums column block c over row tiles p, p + P, ... into partial row p."""
+    rows = tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = cols < num_cols
+    dw = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * BLOCK_M + rows
+        row_mask = row < num_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        s = tl.load(s_ptr + row[:, None] * s_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        n = s * tl.load(rstd_ptr + row, mask=row_mask, other=0.0)[:, None]
+        if CAST_FIRST:
+            n = n.to(s_ptr.dtype.element_ty).to(tl.float32)
+        dw += n * tl.load(dy_ptr + row[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(partial_ptr + tl.program_id(0) * num_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
+
+
+# ---- operators ----
+
+# Widest row that one program holds in registers, forward and backward.
+_MAX_FWD_BLOCK = 16384
+_MAX_BWD_BLOCK = 8192
+
+
+def _fwd_blocks(num_cols: int) -> tuple[int, int, int]:
+    """BLOCK_M, BLOCK_N, num_warps: about 4096 elements a program, so that a thread holds 32."""
+    block_n = min(next_power_of_2(num_cols), _MAX_FWD_BLOCK)
+    block_m = max(1, 4096 // block_n)
+    return block_m, block_n, 4 if block_n <= 4096 else 8 if block_n <= 8192 else 16
+
+
+def _bwd_blocks(num_cols: int) -> tuple[int, int, int, int]:
+    """BLOCK_M, BLOCK_N, num_warps, programs per multiprocessor of the persistent backward (see MEASURED.md)."""
+    block_n = next_power_of_2(num_cols)
+    if block_n <= 256:
+        return max(1, 16384 // block_n), block_n, 4, 8
+    if block_n <= 2048:
+        return 8192 // block_n, block_n, 4, 2
+    return 8192 // block_n, block_n, 8, 1
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`x` as `[M, N]` with unit column stride; a view where the strides allow it."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def _fake_fwd(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    s_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    s = x.new_empty(x.shape if residual is not None else (0,), dtype=s_dtype)
+    y = x.new_empty(x.shape, dtype=_out_dtype(s, weight, cast))
+    return y, s, x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@define(
+    "rms_norm_fwd(Tensor x, Tensor? weight, Tensor? residual, float eps, float offset, str cast)"
+    " -> (Tensor, Tensor, Tensor)",
+    fake=_fake_fwd,
+)
+def _fwd(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, s, rstd = _fake_fwd(x, weight, residual, eps, offset, cast)
+    x_rows = _rows(x)
+    residual_rows = None if residual is None else _rows(residual)
+    num_rows, num_cols = x_rows.shape
+    block_m, block_n, num_warps = _fwd_blocks(num_cols)
+    launch(
+        _rms_norm_fwd_kernel,
+        (cdiv(num_rows, block_m),),
+        x_rows,
+        residual_rows,
+        weight,
+        y,
+        s,
+        rstd,
+        x_rows.stride(0),
+        0 if residual_rows is None else residual_rows.stride(0),
+        num_rows,
+        num_cols,
+        eps,
+        offset,
+        CAST_FIRST=cast == "cast_then_scale",
+        HAS_WEIGHT=weight is not None,
+        HAS_RESIDUAL=residual is not None,
+        ONE_BLOCK=num_cols <= block_n,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+    )
+    return y, s, rstd
+
+
+def _fake_bwd(
+    dy: Tensor,
+    s: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    ds_out: Tensor | None,
+    offset: float,
+    cast: str,
+    needs_ds: bool,
+    needs_dw: bool,
+) -> tuple[Tensor, Tensor]:
+    ds = s.new_empty(s.shape if needs_ds else (0,))
+    return ds, s.new_empty(0) if weight is None or not needs_dw else weight.new_empty(weight.shape)
+
+
+@define(
+    "rms_norm_bwd(Tensor dy, Tensor s, Tensor? weight, Tensor rstd, Tensor? ds_out, float offset, str cast,"
+    " bool needs_ds, bool needs_dw) -> (Tensor, Tensor)",
+    fake=_fake_bwd,
+)
+def _bwd(
+    dy: Tensor,
+    s: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    ds_out: Tensor | None,
+    offset: float,
+    cast: str,
+    needs_ds: bool,
+    needs_dw: bool,
+) -> tuple[Tensor, Tensor]:
+    ds, dw = _fake_bwd(dy, s, weight, rstd, ds_out, offset, cast, needs_ds, needs_dw)
+    s_rows, dy_rows = _rows(s), _rows(dy)
+    ds_out_rows = None if ds_out is None else _rows(ds_out)
+    ds_out_stride = 0 if ds_out_rows is None else ds_out_rows.stride(0)
+    num_rows, num_cols = s_rows.shape
+    wide = next_power_of_2(num_cols) > _MAX_BWD_BLOCK
+    block_m, block_n, num_warps, per_sm = (4, 1024, 4, 1) if wide else _bwd_blocks(num_cols)
+    num_programs = min(cdiv(num_rows, block_m), num_sms(s.device) * per_sm)
+    partial = s.new_empty((num_programs, num_cols) if needs_dw else (0,), dtype=torch.float32)
+    cast_first = cast == "cast_then_scale"
+    if not wide:
+        launch(
+            _rms_norm_bwd_kernel,
+            (num_programs,),
+            s_rows,
+            weight,
+            rstd,
+            dy_rows,
+            ds_out_rows,
+            ds,
+            partial,
+            s_rows.stride(0),
+            dy_rows.stride(0),
+            ds_out_stride,
+            num_rows,
+            num_cols,
+            offset,
+            CAST_FIRST=cast_first,
+            HAS_WEIGHT=weight is not None,
+            HAS_DS_OUT=ds_out is not None,
+            NEEDS_DS=needs_ds,
+            NEEDS_DW=needs_dw,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            STAGES=3,
+            num_warps=num_warps,
+        )
+    else:
+        if needs_ds:
+            launch(
+                _rms_norm_bwd_wide_ds_kernel,
+                (num_rows,),
+                s_rows,
+                weight,
+                rstd,
+                dy_rows,
+                ds_out_rows,
+                ds,
+                s_rows.stride(0),
+                dy_rows.stride(0),
+                ds_out_stride,
+                num_cols,
+                offset,
+                HAS_WEIGHT=weight is not None,
+                HAS_DS_OUT=ds_out is not None,
+                BLOCK_N=4096,
+                num_warps=8,
+            )
+        if needs_dw:
+            launch(
+                _rms_norm_bwd_wide_dw_kernel,
+                (num_programs, cdiv(num_cols, block_n)),
+                s_rows,
+                rstd,
+                dy_rows,
+                partial,
+                s_rows.stride(0),
+                dy_rows.stride(0),
+                num_rows,
+                num_cols,
+                CAST_FIRST=cast_first,
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                num_warps=num_warps,
+            )
+    if needs_dw:
+        dw.copy_(partial.sum(0))
+    return ds, dw
+
+
+# ---- autograd ----
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast: str
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y, s, rstd = _fwd(x, weight, residual, eps, offset, cast)
+        ctx.save_for_backward(x if residual is None else s, weight, rstd)
+        ctx.offset, ctx.cast = offset, cast
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        return y if residual is None else (y, s)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, ds_out: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        s, weight, rstd = ctx.saved_tensors
+        needs_dx, needs_dw, needs_dresidual = ctx.needs_input_grad[:3]
+        ds, dw = _bwd(dy, s, weight, rstd, ds_out, ctx.offset, ctx.cast, needs_dx or needs_dresidual, needs_dw)
+        x_dtype, residual_dtype = ctx.dtypes
+        dx = ds.to(x_dtype) if needs_dx else None
+        dresidual = ds.to(residual_dtype) if needs_dresidual else None
+        return dx, dw if needs_dw else None, dresidual, None, None, None
+
+
+# ---- public ----
+
+
+def _supports(x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, **_: Any) -> list[str]:
+    reasons = []
+    if any(t is not None and t.dtype == torch.float64 for t in (x, weight, residual)):
+        reasons.append("float64 is computed by the reference")
+    if weight is not None and not weight.is_contiguous():
+        reasons.append("weight is not contiguous")
+    return reasons
+
+
+@op(reference=rms_norm_reference, supports=_supports)
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: Cast = "cast_then_scale",
+    residual: Tensor | None = None,
+) -> Tensor | NormResidual:
+    """RMS normalisation over the last axis, optionally of `x + residual`.
+
+        y = s * rsqrt(mean(s^2) + eps) * (offset + weight),   s = x + residual       # the reference, in one line
+
+    Args:
+        x: `[..., N]`, floating point, any strides.
+        weight: `[N]`, or None for a norm without a scale.
+        eps: added to the mean square.
+        offset: added to the weight in fp32; 1 for models that store the weight minus one.
+        cast: where the fp32 result is rounded to the dtype of `s`: "cast_then_scale" before the weight, so that
+            an fp32 weight gives an fp32 result; "scale_then_cast" after it, the result has the dtype of `s`;
+            "none" rounds once, to the promoted dtype of `s` and `weight`.
+        residual: `[..., N]`, the shape of `x`; added to it before the norm, the sum is returned too.
+
+    Returns:
+        `y`, `[..., N]`; with `residual` the named tuple `(y, residual)` where `residual` is the sum.
+
+    Raises:
+        ValueError: shapes, dtypes or devices disagree, or `cast` is unknown.
+
+    Numerics: statistics, scale and gradients in fp32; `dweight` is summed in fp32 in a fixed order.
+    Memory:   saves the normalised input (or the sum), `weight` and 4 bytes a row.
+    Differs from the reference: never in formula; order of summation over N.
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+    """
+    name = "rms_norm"
+    require_floating(name, x=x, weight=weight, residual=residual)
+    require(x.dim() >= 1, name, "x", "at least one axis", "a scalar")
+    require_one_of(name, "cast", cast, CASTS)
+    if weight is not None:
+        require(weight.shape == x.shape[-1:], name, "weight", f"shape ({x.shape[-1]},)", tuple(weight.shape))
+    if residual is not None:
+        require(residual.shape == x.shape, name, "residual", f"shape {tuple(x.shape)}", tuple(residual.shape))
+    require_same_device(name, x=x, weight=weight, residual=residual)
+    if runs_reference(name, x, weight, residual=residual):
+        return rms_norm_reference(x, weight, eps=eps, offset=offset, cast=cast, residual=residual)
+    out = _RMSNorm.apply(x, weight, residual, eps, offset, cast)
+    return out if residual is None else NormResidual(*out)

@@ -1,0 +1,46 @@
+# Each verb is a thin alias: what it runs can be typed by hand once the environment is active.
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.tigon-installed
+
+.PHONY: help setup demo test test-gpu check fix clean
+
+help:
+	@echo "make demo      train a small model twice, native and patched, and draw the comparison"
+	@echo "make test      the tests that need no GPU"
+	@echo "make test-gpu  all tests on the GPU"
+	@echo "make check     lint, format, types, spelling"
+	@echo "make fix       what lint and format can repair by themselves"
+	@echo "make setup     only the environment ($(VENV))"
+	@echo "make clean     remove the environment and all outputs"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements-dev.txt tools/setup.sh
+	@sh tools/setup.sh "$(PYTHON)" "$(VENV)"
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/tigon demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest --device cuda $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/codespell src tests examples tools benchmarks *.md
+
+fix: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) demo-output build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

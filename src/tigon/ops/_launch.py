@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-
+from torch import Tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -18,6 +19,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             kernel[grid](*args, **constants)
     else:
         kernel[grid](*args, **constants)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x` as `[M, N]` with unit column stride; a view where the strides allow it, else a copy."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
 def next_power_of_2(n: int) -> int:

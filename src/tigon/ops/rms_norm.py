@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._device import num_sms
-from ._launch import cdiv, launch, next_power_of_2
+from ._launch import as_rows, cdiv, launch, next_power_of_2
 from ._op import define, op, runs_reference
 from ._triton import tl, triton
 
@@ -330,12 +330,6 @@ def _bwd_blocks(num_cols: int) -> tuple[int, int, int, int]:
     return 8192 // block_n, block_n, 8, 1
 
 
-def _rows(x: Tensor) -> Tensor:
-    """`x` as `[M, N]` with unit column stride; a view where the strides allow it."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
-
-
 def _fake_fwd(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,8 +348,8 @@ def _fwd(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, s, rstd = _fake_fwd(x, weight, residual, eps, offset, cast)
-    x_rows = _rows(x)
-    residual_rows = None if residual is None else _rows(residual)
+    x_rows = as_rows(x)
+    residual_rows = None if residual is None else as_rows(residual)
     num_rows, num_cols = x_rows.shape
     block_m, block_n, num_warps = _fwd_blocks(num_cols)
     launch(
@@ -416,8 +410,8 @@ def _bwd(
     needs_dw: bool,
 ) -> tuple[Tensor, Tensor]:
     ds, dw = _fake_bwd(dy, s, weight, rstd, ds_out, offset, cast, needs_ds, needs_dw)
-    s_rows, dy_rows = _rows(s), _rows(dy)
-    ds_out_rows = None if ds_out is None else _rows(ds_out)
+    s_rows, dy_rows = as_rows(s), as_rows(dy)
+    ds_out_rows = None if ds_out is None else as_rows(ds_out)
     ds_out_stride = 0 if ds_out_rows is None else ds_out_rows.stride(0)
     num_rows, num_cols = s_rows.shape
     wide = next_power_of_2(num_cols) > _MAX_BWD_BLOCK

@@ -47,7 +47,7 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype) -> list[str]:
     if device.type == "cuda" and torch.version.hip is None:
         found = capability(device.index or 0)
         if found < MIN_CAPABILITY:
-            return [f"compute capability {found[0]}.{found[1]} is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"]
+            return [f"needs compute capability 7.5, this device has {found[0]}.{found[1]}"]
         if dtype is torch.bfloat16 and found < MIN_BF16_CAPABILITY:
             return [f"bfloat16 needs compute capability 8.0, this device has {found[0]}.{found[1]}"]
     return []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Launch `kernel` on the device of its first argument, which must be a tensor; an empty grid does nothing."""
+    """Launch `kernel` on the device of its first argument, a tensor; an empty grid does nothing."""
     if 0 in grid:
         return
     device = args[0].device

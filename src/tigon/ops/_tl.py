@@ -1,6 +1,7 @@
 """Shared pieces of kernels. All take and return fp32 tiles.
 
-Only functions that the interpreter has too are used, so that every kernel also runs on a CPU.
+Only functions that the interpreter has too are used, so that every kernel also runs on a CPU. No intermediate
+value overflows for a finite argument: what would be `inf * 0` in a gradient is then a zero.
 """
 
 from __future__ import annotations
@@ -10,14 +11,68 @@ from ._triton import tl, triton
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit
 def tanh(x):
-    # The odd series below 1/4 keeps full relative accuracy where (1 - e) / (1 + e) would cancel.
-    e = tl.exp(-2.0 * tl.abs(x))
+    a = tl.abs(x)
+    e = tl.exp(-2.0 * a)
     far = (1.0 - e) / (1.0 + e)
-    x2 = x * x
+    # The odd series below 1/4 keeps full relative accuracy where 1 - e would cancel.
+    x2 = tl.minimum(a, 0.25) * tl.minimum(a, 0.25)
     near = x * (1.0 + x2 * (-0.3333333333 + x2 * (0.1333333333 + x2 * (-0.05396825397 + x2 * 0.02186948854))))
-    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+    return tl.where(a < 0.25, near, tl.where(x < 0, -far, far))
+
+
+# Activations return their value and their derivative; the compiler drops what a kernel does not use.
+
+
+@triton.jit
+def sigmoid_and_slope(x):
+    e = tl.exp(-tl.abs(x))
+    r = 1.0 / (1.0 + e)
+    # e r^2 = s (1 - s) without the cancellation of 1 - s.
+    return tl.where(x < 0, e * r, r), e * r * r
+
+
+@triton.jit
+def silu_and_slope(x):
+    s, slope = sigmoid_and_slope(x)
+    return x * s, s + x * slope
+
+
+@triton.jit
+def gelu_and_slope(x):
+    cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    # exp(-0.5 * 16^2) is already zero in fp32.
+    a = tl.minimum(tl.abs(x), 16.0)
+    return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * a * a))
+
+
+@triton.jit
+def gelu_tanh_and_slope(x):
+    # 0.5 (1 + tanh(u)) = sigmoid(2u), which does not cancel for negative u. Beyond 16 it is 0 or 1 in fp32.
+    a = tl.minimum(tl.abs(x), 16.0)
+    a = tl.where(x < 0, -a, a)
+    a2 = a * a
+    s, slope = sigmoid_and_slope(a * (1.5957691216057308 + 0.07135481627260025 * a2))
+    return x * s, s + x * slope * (1.5957691216057308 + 0.21406444881780076 * a2)
+
+
+@triton.jit
+def relu_and_slope(x):
+    # Both comparisons are false for NaN, which passes through.
+    return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0)
+
+
+@triton.jit
+def relu2_and_slope(x):
+    r = tl.where(x <= 0, 0.0, x)
+    return r * r, 2.0 * r
+
+
+@triton.jit
+def identity_and_slope(x):
+    return x, tl.full(x.shape, 1.0, tl.float32)

@@ -131,7 +131,13 @@ def _rms_norm_fwd_kernel(
     if ONE_BLOCK:
         mask = row_mask[:, None] & (cols < num_cols)[None, :]
         s = _load_sum(
-            x_ptr, residual_ptr, x_rows + cols[None, :], residual_rows + cols[None, :], mask, HAS_RESIDUAL, s_dtype
+            x_ptr,
+            residual_ptr,
+            x_rows + cols[None, :],
+            residual_rows + cols[None, :],
+            mask,
+            HAS_RESIDUAL,
+            s_dtype,
         )
         rstd = tl.rsqrt(tl.sum(s * s, axis=1) / num_cols + eps)
         tl.store(rstd_ptr + row0 + rows, rstd, mask=row_mask)
@@ -145,7 +151,13 @@ def _rms_norm_fwd_kernel(
             c = start + cols
             mask = row_mask[:, None] & (c < num_cols)[None, :]
             s = _load_sum(
-                x_ptr, residual_ptr, x_rows + c[None, :], residual_rows + c[None, :], mask, HAS_RESIDUAL, s_dtype
+                x_ptr,
+                residual_ptr,
+                x_rows + c[None, :],
+                residual_rows + c[None, :],
+                mask,
+                HAS_RESIDUAL,
+                s_dtype,
             )
             squares += s * s
             if HAS_RESIDUAL:
@@ -156,7 +168,13 @@ def _rms_norm_fwd_kernel(
             c = start + cols
             mask = row_mask[:, None] & (c < num_cols)[None, :]
             s = _load_sum(
-                x_ptr, residual_ptr, x_rows + c[None, :], residual_rows + c[None, :], mask, HAS_RESIDUAL, s_dtype
+                x_ptr,
+                residual_ptr,
+                x_rows + c[None, :],
+                residual_rows + c[None, :],
+                mask,
+                HAS_RESIDUAL,
+                s_dtype,
             )
             y = _scale(s * rstd[:, None], w_ptr, c, c < num_cols, offset, s_dtype, CAST_FIRST, HAS_WEIGHT)
             tl.store(y_ptr + out_rows + c[None, :], y, mask=mask)
@@ -203,10 +221,16 @@ def _rms_norm_bwd_kernel(
         dy_tile = dy_ptr + row0 * dy_stride
         # Both are dead after this read, so they should not push weights and partials out of the cache.
         s = tl.load(
-            s_tile + rows[:, None] * s_stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+            s_tile + rows[:, None] * s_stride + cols[None, :],
+            mask=mask,
+            other=0.0,
+            eviction_policy="evict_first",
         ).to(tl.float32)
         dy = tl.load(
-            dy_tile + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+            dy_tile + rows[:, None] * dy_stride + cols[None, :],
+            mask=mask,
+            other=0.0,
+            eviction_policy="evict_first",
         ).to(tl.float32)
         rstd = tl.load(rstd_ptr + row0 + rows, mask=row_mask, other=0.0)
         n = s * rstd[:, None]
@@ -302,7 +326,9 @@ def _rms_norm_bwd_wide_dw_kernel(
         n = s * tl.load(rstd_ptr + row, mask=row_mask, other=0.0)[:, None]
         if CAST_FIRST:
             n = n.to(s_ptr.dtype.element_ty).to(tl.float32)
-        dw += n * tl.load(dy_ptr + row[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dw += n * tl.load(dy_ptr + row[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
     tl.store(partial_ptr + tl.program_id(0) * num_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
 
 
@@ -321,10 +347,10 @@ def _fwd_blocks(num_cols: int) -> tuple[int, int, int]:
 
 
 def _bwd_blocks(num_cols: int) -> tuple[int, int, int, int]:
-    """BLOCK_M, BLOCK_N, num_warps, programs per multiprocessor of the persistent backward (see MEASURED.md)."""
+    """BLOCK_M, BLOCK_N, num_warps, programs per multiprocessor of the persistent backward."""
     block_n = next_power_of_2(num_cols)
     if block_n <= 256:
-        return max(1, 16384 // block_n), block_n, 4, 8
+        return 4096 // block_n, block_n, 4, 8
     if block_n <= 2048:
         return 8192 // block_n, block_n, 4, 2
     return 8192 // block_n, block_n, 8, 1
@@ -415,7 +441,7 @@ def _bwd(
     ds_out_stride = 0 if ds_out_rows is None else ds_out_rows.stride(0)
     num_rows, num_cols = s_rows.shape
     wide = next_power_of_2(num_cols) > _MAX_BWD_BLOCK
-    block_m, block_n, num_warps, per_sm = (4, 1024, 4, 1) if wide else _bwd_blocks(num_cols)
+    block_m, block_n, num_warps, per_sm = (4, 512, 4, 1) if wide else _bwd_blocks(num_cols)
     num_programs = min(cdiv(num_rows, block_m), num_sms(s.device) * per_sm)
     partial = s.new_empty((num_programs, num_cols) if needs_dw else (0,), dtype=torch.float32)
     cast_first = cast == "cast_then_scale"
@@ -495,7 +521,13 @@ def _bwd(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast: str
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        offset: float,
+        cast: str,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y, s, rstd = _fwd(x, weight, residual, eps, offset, cast)
         ctx.save_for_backward(x if residual is None else s, weight, rstd)
@@ -508,7 +540,9 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, ds_out: Tensor | None = None) -> tuple[Tensor | None, ...]:
         s, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw, needs_dresidual = ctx.needs_input_grad[:3]
-        ds, dw = _bwd(dy, s, weight, rstd, ds_out, ctx.offset, ctx.cast, needs_dx or needs_dresidual, needs_dw)
+        ds, dw = _bwd(
+            dy, s, weight, rstd, ds_out, ctx.offset, ctx.cast, needs_dx or needs_dresidual, needs_dw
+        )
         x_dtype, residual_dtype = ctx.dtypes
         dx = ds.to(x_dtype) if needs_dx else None
         dresidual = ds.to(residual_dtype) if needs_dresidual else None
@@ -518,7 +552,9 @@ class _RMSNorm(torch.autograd.Function):
 # ---- public ----
 
 
-def _supports(x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, **_: Any) -> list[str]:
+def _supports(
+    x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, **_: Any
+) -> list[str]:
     reasons = []
     if any(t is not None and t.dtype == torch.float64 for t in (x, weight, residual)):
         reasons.append("float64 is computed by the reference")
@@ -539,7 +575,7 @@ def rms_norm(
 ) -> Tensor | NormResidual:
     """RMS normalisation over the last axis, optionally of `x + residual`.
 
-        y = s * rsqrt(mean(s^2) + eps) * (offset + weight),   s = x + residual       # the reference, in one line
+        y = s * rsqrt(mean(s^2) + eps) * (offset + weight),   s = x + residual     # the reference, in one line
 
     Args:
         x: `[..., N]`, floating point, any strides.

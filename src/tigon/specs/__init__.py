@@ -1,0 +1,15 @@
+"""One specification per operator."""
+
+from importlib import import_module
+
+from ._spec import Case, Cost, Make, Mutation, OpSpec
+
+__all__ = ["Case", "Cost", "Make", "Mutation", "OpSpec", "all_specs"]
+
+# One module each, in the order in which they are shown.
+NAMES = ("rms_norm",)
+
+
+def all_specs() -> dict[str, OpSpec]:
+    """Every specification by operator name."""
+    return {name: import_module(f".{name}", __name__).SPEC for name in NAMES}

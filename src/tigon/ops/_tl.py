@@ -1,7 +1,7 @@
 """Shared pieces of kernels. All take and return fp32 tiles.
 
-Only functions that the interpreter has too are used, so that every kernel also runs on a CPU. No intermediate
-value overflows for a finite argument: what would be `inf * 0` in a gradient is then a zero.
+Only functions that the interpreter has too are used, so that every kernel also runs on a CPU. Exponents are
+never positive and powers are clamped, so that no finite argument meets `inf * 0`.
 """
 
 from __future__ import annotations

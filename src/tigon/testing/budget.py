@@ -48,19 +48,19 @@ def measure(actual: Tensor, low: Tensor, high: Tensor, *, factor: float = 2.0) -
         raise AssertionError(f"shape {tuple(actual.shape)}, reference {tuple(low.shape)}")
     if actual.dtype != low.dtype:
         raise AssertionError(f"dtype {actual.dtype}, reference {low.dtype}")
-    a, l, h = (t.detach().to(torch.float64) for t in (actual, low, high))
+    a, b, h = (t.detach().to(torch.float64) for t in (actual, low, high))
     # A value beyond the range of the low dtype is infinite there and finite in fp64: the low run decides.
-    finite = torch.isfinite(h) & torch.isfinite(l)
-    odd_actual, odd_low = a[~finite], l[~finite]
+    finite = torch.isfinite(h) & torch.isfinite(b)
+    odd_actual, odd_low = a[~finite], b[~finite]
     if not torch.equal(torch.nan_to_num(odd_actual, nan=1e300), torch.nan_to_num(odd_low, nan=1e300)):
         raise AssertionError("non-finite values differ from the reference's")
     if not finite.all():
-        a, l, h = a[finite], l[finite], h[finite]
+        a, b, h = a[finite], b[finite], h[finite]
     if a.numel() == 0:
         return Measured(0.0, 0.0, 0.0, 0.0)
     if not torch.isfinite(a).all():
         raise AssertionError(f"{int((~torch.isfinite(a)).sum())} of {a.numel()} values are not finite")
-    actual_error, low_error = (a - h).abs(), (l - h).abs()
+    actual_error, low_error = (a - h).abs(), (b - h).abs()
     return Measured(
         rms_error=float(actual_error.square().mean().sqrt()),
         rms_bound=float(factor * low_error.square().mean().sqrt() + NOISE * h.square().mean().sqrt()),
@@ -69,9 +69,7 @@ def measure(actual: Tensor, low: Tensor, high: Tensor, *, factor: float = 2.0) -
     )
 
 
-def assert_within_budget(
-    name: str, actual: Tensor, low: Tensor, high: Tensor, *, factor: float = 2.0
-) -> Measured:
+def assert_within_budget(name: str, actual: Tensor, low: Tensor, high: Tensor, *, factor: float = 2.0) -> Measured:
     """Raise AssertionError naming the tensor, its error and its bound unless `actual` keeps the budget."""
     try:
         measured = measure(actual, low, high, factor=factor)

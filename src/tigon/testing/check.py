@@ -111,10 +111,7 @@ def _upstream(outputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
 
 
 def _wide(inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {
-        k: v.to(torch.float64) if isinstance(v, Tensor) and v.is_floating_point() else v
-        for k, v in inputs.items()
-    }
+    return {k: v.to(torch.float64) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 
 
 def _strided(t: Tensor) -> Iterator[Tensor]:
@@ -176,9 +173,7 @@ class Checker:
         used = 0.0
         for name, actual in run.named().items():
             plain = name.removesuffix(" (second backward)")
-            measured: Measured = assert_within_budget(
-                name, actual, low[plain], high[plain], factor=self.factor
-            )
+            measured: Measured = assert_within_budget(name, actual, low[plain], high[plain], factor=self.factor)
             used = max(used, measured.ratio)
         return used
 
@@ -210,10 +205,7 @@ class Checker:
         return used
 
     def expanded_grad(self) -> float:
-        upstream = {
-            k: torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape)
-            for k, v in self.upstream.items()
-        }
+        upstream = {k: torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for k, v in self.upstream.items()}
         low = call(self.reference, self.inputs, self.case.options, self.wanted, upstream)
         return self._compare(self._run(upstream=upstream), low, self._high(upstream))
 
@@ -268,9 +260,7 @@ class Checker:
 
 def _same(a: Any, b: Tensor) -> bool:
     return (
-        torch.equal(torch.nan_to_num(a, nan=1e30), torch.nan_to_num(b, nan=1e30))
-        if a.numel()
-        else a.shape == b.shape
+        torch.equal(torch.nan_to_num(a, nan=1e30), torch.nan_to_num(b, nan=1e30)) if a.numel() else a.shape == b.shape
     )
 
 
@@ -299,9 +289,7 @@ def check_case(
             used = getattr(checker, stage)()
             results.append(CheckResult(spec.name, case.name, short, stage, used <= 1, used))
         except Exception as error:
-            results.append(
-                CheckResult(spec.name, case.name, short, stage, False, float("inf"), _one_line(error))
-            )
+            results.append(CheckResult(spec.name, case.name, short, stage, False, float("inf"), _one_line(error)))
     return results
 
 

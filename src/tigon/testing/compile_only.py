@@ -126,8 +126,8 @@ def recorded(capability: tuple[int, int]) -> Iterator[list[Launch]]:
             launches.append(describe(kernel, args, constants))
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(_op, "why_no_kernels", lambda device, dtype: []))
-        stack.enter_context(mock.patch.object(_device, "capability", lambda index: capability))
+        stack.enter_context(mock.patch.object(_op, "why_no_kernels", return_value=[]))
+        stack.enter_context(mock.patch.object(_device, "capability", return_value=capability))
         original = _launch.launch
         for name, module in list(sys.modules.items()):
             if name.startswith(ops.__name__) and getattr(module, "launch", None) is original:
@@ -234,9 +234,7 @@ def _capability(target: str) -> tuple[int, int]:
 def main(argv: list[str] | None = None) -> int:
     """Compile and print one line a launch; exit status 1 if any fails, spills or asks for too much memory."""
     parser = argparse.ArgumentParser(prog="python -m tigon.testing.compile_only", description=__doc__)
-    parser.add_argument(
-        "--target", action="append", choices=TARGETS, help="may be repeated; all when left out"
-    )
+    parser.add_argument("--target", action="append", choices=TARGETS, help="may be repeated; all when left out")
     parser.add_argument("--op", action="append", help="may be repeated; all when left out")
     parser.add_argument("--dtype", action="append", choices=("bfloat16", "float16", "float32"))
     chosen = parser.parse_args(argv)
@@ -251,9 +249,7 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             for case in cases_to_compile(spec):
                 for launch in [
-                    la
-                    for d in dtypes
-                    for la in launches_of(spec, case, getattr(torch, d), _capability(target))
+                    la for d in dtypes for la in launches_of(spec, case, getattr(torch, d), _capability(target))
                 ]:
                     seen.add(launch.name)
                     if (launch, target) in seen:

@@ -19,11 +19,9 @@ _ALLOCATORS = {
 
 
 class poison(TorchDispatchMode):
-    """Context manager: floating-point results of `torch.empty*` are NaN, whole numbers the largest there is."""
+    """Context manager: floats from `torch.empty*` are NaN, whole numbers the largest there is."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _ALLOCATORS and isinstance(out, Tensor) and out.device.type != "meta":
             if out.is_floating_point():

@@ -2,6 +2,17 @@
 
 __version__ = "0.1.0"
 
-from .ops import OPS, NormResidual, backend, current_backend, rms_norm, why_not
+from .ops import OPS, NormResidual, backend, current_backend, geglu, glu, rms_norm, swiglu, why_not
 
-__all__ = ["OPS", "NormResidual", "__version__", "backend", "current_backend", "rms_norm", "why_not"]
+__all__ = [
+    "OPS",
+    "NormResidual",
+    "__version__",
+    "backend",
+    "current_backend",
+    "geglu",
+    "glu",
+    "rms_norm",
+    "swiglu",
+    "why_not",
+]

@@ -1,6 +1,7 @@
 """The operators. Each file holds one: reference, kernels, launchers, autograd, public function."""
 
 from ._op import OPS, Op, backend, current_backend, why_not
+from .glu import geglu, geglu_reference, glu, glu_reference, swiglu, swiglu_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
 
 __all__ = [
@@ -9,7 +10,13 @@ __all__ = [
     "Op",
     "backend",
     "current_backend",
+    "geglu",
+    "geglu_reference",
+    "glu",
+    "glu_reference",
     "rms_norm",
     "rms_norm_reference",
+    "swiglu",
+    "swiglu_reference",
     "why_not",
 ]

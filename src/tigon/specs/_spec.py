@@ -53,9 +53,7 @@ class Make:
         self.draw_on = torch.device("cpu") if not case.models_only or self.meta else self.device
         self.generator = torch.Generator(self.draw_on).manual_seed(zlib.crc32(case.name.encode()))
 
-    def randn(
-        self, *shape: int, scale: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def randn(self, *shape: int, scale: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
         """Normal values; drawn in fp32, rounded once."""
         if self.meta:
             return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
@@ -74,17 +72,15 @@ class Make:
         """Whole numbers in [low, high), int64."""
         if self.meta:
             return torch.empty(shape, dtype=torch.int64, device="meta")
-        return torch.randint(
-            low, max(high, low + 1), shape, generator=self.generator, device=self.draw_on
-        ).to(self.device)
+        return torch.randint(low, max(high, low + 1), shape, generator=self.generator, device=self.draw_on).to(
+            self.device
+        )
 
     def mask(self, probability: float, *shape: int) -> Tensor:
         """True with `probability`."""
         if self.meta:
             return torch.empty(shape, dtype=torch.bool, device="meta")
-        return (torch.rand(shape, generator=self.generator, device=self.draw_on) < probability).to(
-            self.device
-        )
+        return (torch.rand(shape, generator=self.generator, device=self.draw_on) < probability).to(self.device)
 
 
 @dataclass(frozen=True)

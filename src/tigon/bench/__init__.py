@@ -1,0 +1,1 @@
+"""Benchmarks against peers, with the measured roof beside every number. Needs a CUDA device."""

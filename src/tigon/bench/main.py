@@ -1,0 +1,75 @@
+"""`tigon bench`: measure, store, show."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from . import peers as peer_modules
+from . import report, store
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `tigon bench`."""
+    parser.add_argument("--op", action="append", default=[], help="operator; may be repeated; all when left out")
+    parser.add_argument("--case", action="append", default=[], help="case of the one operator named; may be repeated")
+    parser.add_argument(
+        "--peers",
+        default=",".join(peer_modules.NAMES),
+        help="implementations beside ours, comma-separated (default: %(default)s); those not installed are left out",
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=25, help="launches of each implementation (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="folder for JSONL rows, for example benchmarks/results")
+    parser.add_argument("--plot", action="store_true", help="also write one PNG an operator beside the rows")
+    parser.add_argument(
+        "--readme", type=Path, help="measure nothing: rewrite the table in this file from the rows in --output"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out `tigon bench`; the exit status."""
+    if arguments.readme is not None:
+        if arguments.output is None:
+            raise ValueError("bench: --readme: expected --output with the folder of the rows, got none")
+        rows = report.rows_in(arguments.output)
+        if not rows:
+            raise ValueError(f"bench: --output: expected result rows below {arguments.output}, got none")
+        report.write_into(arguments.readme, rows)
+        return 0
+    import torch
+
+    from ..specs import all_specs
+    from .run import measure_op
+
+    specs = all_specs()
+    unknown = [name for name in arguments.op if name not in specs]
+    if unknown:
+        raise ValueError(f"bench: --op: expected some of {', '.join(specs)}, got {', '.join(unknown)}")
+    if arguments.case and len(arguments.op) != 1:
+        raise ValueError("bench: --case: expected exactly one --op beside it")
+    if arguments.rounds < 3:
+        raise ValueError(f"bench: --rounds: expected at least 3, got {arguments.rounds}")
+    chosen = peer_modules.peers(tuple(n for n in arguments.peers.split(",") if n))
+    command = "tigon bench" + "".join(f" --op {shlex.quote(n)}" for n in arguments.op)
+    for name in arguments.op or list(specs):
+        rows = []
+        for row in measure_op(
+            specs[name],
+            chosen,
+            cases=tuple(arguments.case),
+            dtype=getattr(torch, arguments.dtype),
+            command=command,
+            rounds=arguments.rounds,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        ):
+            rows.append(row)
+            print(report.text_table([row]).splitlines()[-1], flush=True)
+        if arguments.output is not None and rows:
+            for path in store.write(rows, arguments.output):
+                print(f"wrote {path}")
+                if arguments.plot:
+                    report.plot(store.read(path), path.with_suffix(".png"))
+    return 0

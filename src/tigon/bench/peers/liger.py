@@ -1,0 +1,117 @@
+"""Liger-Kernel, called as its own modules call it, with its defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import Peer
+
+
+def _ops() -> Any:
+    # Imported when measured: importing it touches CUDA.
+    import liger_kernel.ops as ops
+
+    return ops
+
+
+_CASTING = {"cast_then_scale": "llama", "scale_then_cast": "gemma", "none": "none"}
+
+
+def _rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: str = "cast_then_scale",
+    residual: Tensor | None = None,
+) -> Any:
+    if residual is not None:
+        return _ops().LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, offset, _CASTING[cast])
+    return _ops().LigerRMSNormFunction.apply(x, weight, eps, offset, _CASTING[cast])
+
+
+def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+    if weight is None or bias is None:
+        raise NotImplementedError("weight and bias are required")
+    return _ops().LigerLayerNormFunction.apply(x, weight, bias, eps)
+
+
+def _glu(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu", **options: Any) -> Tensor:
+    if up is None or options:
+        raise NotImplementedError("only separate gate and up")
+    if activation == "silu":
+        return _ops().LigerSiLUMulFunction.apply(gate, up)
+    if activation == "gelu_tanh":
+        return _ops().LigerGELUMulFunction.apply(gate, up)
+    raise NotImplementedError(f"no activation {activation}")
+
+
+def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
+    if k is None or options:
+        raise NotImplementedError("only the half layout with full tables")
+    return _ops().LigerRopeFunction.apply(q, k, cos, sin)
+
+
+def _cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    **options: Any,
+) -> Tensor:
+    if options:
+        raise NotImplementedError(f"no {', '.join(options)}")
+    out = _ops().LigerCrossEntropyFunction.apply(
+        logits.flatten(0, -2), labels.flatten(), None, ignore_index, z_loss, label_smoothing, "mean", softcap
+    )
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    **options: Any,
+) -> Tensor:
+    if options:
+        raise NotImplementedError(f"no {', '.join(options)}")
+    out = _ops().LigerFusedLinearCrossEntropyFunction.apply(
+        hidden.flatten(0, -2),
+        weight,
+        labels.flatten(),
+        bias,
+        None,
+        ignore_index,
+        z_loss,
+        label_smoothing,
+        "mean",
+        softcap,
+    )
+    return out[0] if isinstance(out, tuple) else out
+
+
+PEER = Peer(
+    "liger",
+    "liger_kernel",
+    {
+        "rms_norm": _rms_norm,
+        "layer_norm": _layer_norm,
+        "glu": _glu,
+        "rope": _rope,
+        "cross_entropy": _cross_entropy,
+        "linear_cross_entropy": _linear_cross_entropy,
+    },
+    distribution="liger-kernel",
+)

@@ -1,0 +1,123 @@
+"""Tables and plots made from committed rows, and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .store import Row, read
+
+OURS, PRODUCTS = "tigon", "matrix_products"
+BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
+_SHOWN = ("tigon", "liger", "torch_compile", "torch_builtin", "torch_eager")
+
+
+def rows_in(folder: Path) -> list[Row]:
+    """All rows below `folder`."""
+    return [row for path in sorted(folder.rglob("*.jsonl")) for row in read(path)]
+
+
+def _cases(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
+    grouped: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        grouped.setdefault((row.op, row.case, row.mode), {})[row.implementation] = row
+    return grouped
+
+
+def _size(row: Row) -> str:
+    return " x ".join(f"{k} {v}" for k, v in row.sizes.items() if v > 1)
+
+
+def text_table(rows: Sequence[Row]) -> str:
+    """One line an implementation, for a terminal."""
+    lines = [
+        f"{'op':22}{'case':20}{'mode':10}{'implementation':16}{'device ms':>10}{'spread':>16}{'host ms':>9}"
+        f"{'peak MiB':>10}{'GB/s':>8}{'% roof':>8}{'budget':>8}"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row.op:22}{row.case:20}{row.mode:10}{row.implementation:16}{row.device_ms:10.4f}"
+            f"{f'{row.low_ms:.3f}-{row.high_ms:.3f}':>16}{row.host_ms:9.3f}{row.peak_mib:10.1f}{row.gbps:8.0f}"
+            f"{row.percent_of_roof:8.1f}{row.budget_used:8.2f}"
+        )
+    return "\n".join(lines)
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Forward plus backward of each case, all implementations side by side, with what is needed to repeat it."""
+    lines = [
+        "| operator | size | " + " | ".join(_SHOWN) + " | tigon, of the roof | peak MiB, tigon / liger |",
+        "|---|---|" + "---|" * (len(_SHOWN) + 2),
+    ]
+    for (op, case, mode), found in _cases(rows).items():
+        ours = found.get(OURS)
+        if mode != "both" or ours is None:
+            continue
+        fastest = min(r.device_ms for n, r in found.items() if n in _SHOWN)
+        cells = []
+        for name in _SHOWN:
+            row = found.get(name)
+            cell = "-" if row is None else f"{row.device_ms:.3f}"
+            cells.append(f"**{cell}**" if row is not None and row.device_ms == fastest else cell)
+        liger = found.get("liger")
+        peak = f"{ours.peak_mib:.0f} / {liger.peak_mib:.0f}" if liger else f"{ours.peak_mib:.0f}"
+        label = f"{op}, {case}"
+        lines.append(f"| {label} | {_size(ours)} | {' | '.join(cells)} | {ours.percent_of_roof:.0f} % | {peak} |")
+    some = next(iter(rows))
+    lines += [
+        "",
+        f"Milliseconds for forward and backward, {some.dtype}, cold cache, medians of interleaved launches on one "
+        f"{some.gpu}; torch {some.torch}, Triton {some.triton}, {_versions(rows)}, {some.date}. The roof is the copy "
+        "bandwidth, or the matrix products alone, measured in the same run. "
+        f"Repeat with `{some.command}`; rows in `benchmarks/results/`.",
+    ]
+    return "\n".join(lines)
+
+
+def _versions(rows: Sequence[Row]) -> str:
+    peers = {r.implementation: r.version for r in rows if r.implementation == "liger"}
+    return ", ".join(f"{name} {version}" for name, version in peers.items()) or "no other packages"
+
+
+def write_into(readme: Path, rows: Sequence[Row]) -> None:
+    """Replace what stands between the markers in `readme`.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    text = readme.read_text()
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{readme}: expected the markers {BEGIN} and {END}")
+    head, tail = text.split(BEGIN, 1)[0], text.split(END, 1)[1]
+    readme.write_text(f"{head}{BEGIN}\n{markdown_table(rows)}\n{END}{tail}")
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Bars of forward plus backward for each case of one operator, every peer, with the roof as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    grouped = {case: found for (_, case, mode), found in _cases(rows).items() if mode == "both" and OURS in found}
+    names = [n for n in _SHOWN if any(n in found for found in grouped.values())]
+    colors = dict(zip(_SHOWN, ("#d1495b", "#30638e", "#edae49", "#66a182", "#8d96a3"), strict=True))
+    figure, axes = plt.subplots(figsize=(max(6.0, 1.9 * len(grouped) + 1.5), 4.2), layout="constrained")
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        values = [found[name].percent_of_roof if name in found else 0.0 for found in grouped.values()]
+        places = [x + (index - (len(names) - 1) / 2) * width for x in range(len(grouped))]
+        bars = axes.bar(places, values, width, label=name.replace("_", " "), color=colors[name])
+        axes.bar_label(bars, [f"{v:.0f}" if v else "" for v in values], fontsize=7, padding=1)
+    axes.axhline(100, color="black", linewidth=1, linestyle="--")
+    axes.text(-0.45, 101.5, "roof", fontsize=8)
+    axes.set_xticks(range(len(grouped)), list(grouped), fontsize=8)
+    axes.set_ylabel("percent of the measured roof")
+    axes.set_ylim(0, 118)
+    some = rows[0]
+    axes.set_title(f"{some.op}, forward + backward, {some.dtype}, {some.gpu}", fontsize=10)
+    axes.legend(fontsize=8, ncols=len(names), loc="upper center", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,230 @@
+"""Measures an operator beside its peers on a CUDA device: correctness first, then time and memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import __version__
+from ..ops import OPS
+from ..specs import Case, OpSpec
+from ..testing.budget import measure
+from ..testing.check import Checker, Run, call, flatten
+from .peers import Peer
+from .store import Row, environment, version_of
+from .timing import Timing, copy_gbps, device_times, host_times, peak_mib
+
+MODES = ("forward", "backward", "both")
+OURS = "tigon"
+PRODUCTS = "matrix_products"
+
+
+class Contestant:
+    """One implementation on one case, able to prepare each mode afresh."""
+
+    def __init__(self, function: Callable[..., Any], checker: Checker) -> None:
+        self.function, self.checker = function, checker
+        # Kept apart so that an implementation which writes into its inputs cannot spoil the next launch.
+        self.master = checker.inputs
+        self.inputs: dict[str, Tensor | None] = {}
+
+    def _fresh(self) -> None:
+        if not self.inputs:
+            wanted = self.checker.wanted
+            self.inputs = {
+                k: v.detach().clone().requires_grad_(k in wanted) if isinstance(v, Tensor) else v
+                for k, v in self.master.items()
+            }
+            return
+        with torch.no_grad():
+            for name, value in self.inputs.items():
+                if isinstance(value, Tensor):
+                    value.detach().copy_(self.master[name])
+
+    def _upstream(self, outputs: list[Tensor]) -> list[Tensor]:
+        drawn = list(self.checker.upstream.values())
+        return [g.to(y.dtype).reshape(y.shape).clone() for g, y in zip(drawn, outputs, strict=False)]
+
+    def _outputs(self) -> list[Tensor]:
+        made = flatten(self.function(**self.inputs, **self.checker.case.options))
+        return [y for y in made.values() if y.requires_grad]
+
+    def prepare(self, mode: str) -> Callable[[], Any]:
+        self._fresh()
+        leaves = [self.inputs[k] for k in self.checker.wanted]
+        if mode == "forward":
+            return self._outputs
+        outputs = self._outputs()
+        upstream = self._upstream(outputs)
+        if mode == "backward":
+            return lambda: torch.autograd.grad(outputs, leaves, upstream)  # type: ignore[arg-type]
+        return lambda: torch.autograd.grad(self._outputs(), leaves, upstream)  # type: ignore[arg-type]
+
+    def budget_used(self) -> float:
+        """Error as a share of the budget; dtype differences of the output are forgiven a peer."""
+        checker = self.checker
+        given = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.master.items()}
+        upstream = {k: v.clone() for k, v in checker.upstream.items()}
+        run = call(
+            _renamed(self.function, list(checker.low.outputs)), given, checker.case.options, checker.wanted, upstream
+        )
+        used = 0.0
+        low, high = checker.low.named(), checker.high.named()
+        for name, actual in Run(run.outputs, run.gradients).named().items():
+            used = max(used, measure(actual.to(low[name].dtype), low[name], high[name], factor=checker.factor).ratio)
+        return used
+
+
+def _renamed(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """`function` with its outputs under the names that the operator gives them."""
+
+    def renamed(**kwargs: Any) -> Any:
+        made = list(flatten(function(**kwargs)).values())
+        return made[0] if names == ["y"] else _Named(dict(zip(names, made, strict=False)))
+
+    return renamed
+
+
+class _Named(tuple):
+    _fields: tuple[str, ...]
+
+    def __new__(cls, tensors: dict[str, Tensor]) -> _Named:
+        made = super().__new__(cls, tensors.values())
+        made._fields = tuple(tensors)
+        return made
+
+
+def _products(case: Case) -> Callable[..., Any]:
+    """The matrix products of `linear_cross_entropy` and nothing else: its floor, measured in the same run."""
+
+    class Products(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+            logits = F.linear(hidden, weight)
+            ctx.gradients = logits @ weight, logits.T @ hidden
+            return logits.new_zeros((), dtype=torch.float32)
+
+        @staticmethod
+        def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+            return ctx.gradients
+
+    return lambda hidden, weight, labels, **_: Products.apply(hidden, weight)
+
+
+def contestants(spec: OpSpec, peers: list[Peer]) -> dict[str, tuple[Callable[..., Any], str]]:
+    """Functions and versions by implementation name, ours first."""
+    found: dict[str, tuple[Callable[..., Any], str]] = {OURS: (OPS[spec.name].public, __version__)}
+    for peer in peers:
+        if spec.name in peer.provides:
+            found[peer.name] = (peer.provides[spec.name], version_of(peer.distribution))
+    return found
+
+
+def measure_case(
+    spec: OpSpec,
+    case: Case,
+    peers: list[Peer],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    modes: tuple[str, ...] = MODES,
+    roof_gbps: float,
+    command: str,
+    rounds: int = 25,
+    say: Callable[[str], None] = print,
+) -> Iterator[Row]:
+    """Rows of one case: every implementation in every mode, ours only if it keeps its error budget."""
+    checker = Checker(spec, case, "cuda", dtype)
+    ready: dict[str, Contestant] = {}
+    used: dict[str, float] = {}
+    versions: dict[str, str] = {}
+    for name, (function, version) in contestants(spec, peers).items():
+        contestant = Contestant(function, checker)
+        try:
+            used[name] = contestant.budget_used()
+        except Exception as error:
+            say(f"{spec.name}[{case.name}] {name}: not measured: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        if name == OURS and used[name] > 1:
+            say(f"{spec.name}[{case.name}] {name}: not measured: {used[name]:.2f} of its error budget")
+            continue
+        ready[name], versions[name] = contestant, version
+    del checker.low, checker.high
+    if spec.cost(case, dtype.itemsize).forward_flops:
+        ready[PRODUCTS], versions[PRODUCTS], used[PRODUCTS] = (
+            Contestant(_products(case), checker),
+            torch.__version__,
+            0.0,
+        )
+    gc.collect()
+    torch.cuda.empty_cache()
+    peaks = {name: peak_mib(lambda c=c: c.prepare("both")) for name, c in ready.items()}
+    cost = spec.cost(case, dtype.itemsize)
+    for mode in modes:
+        prepare: Mapping[str, Any] = {name: (lambda c=c, m=mode: c.prepare(m)) for name, c in ready.items()}
+        device = device_times(prepare, rounds=rounds)
+        host = host_times(prepare, rounds=rounds)
+        moved = {"forward": cost.forward_bytes, "backward": cost.backward_bytes}.get(
+            mode, cost.forward_bytes + cost.backward_bytes
+        )
+        for name, timing in device.items():
+            gbps = 0.0 if cost.forward_flops else moved / timing.median_ms * 1e-6
+            roof = _percent(timing, device.get(PRODUCTS), gbps, roof_gbps, mode)
+            yield Row(
+                op=spec.name,
+                case=case.name,
+                sizes=dict(case.sizes),
+                dtype=str(dtype).removeprefix("torch."),
+                implementation=name,
+                version=versions[name],
+                mode=mode,
+                device_ms=round(timing.median_ms, 4),
+                low_ms=round(timing.low_ms, 4),
+                high_ms=round(timing.high_ms, 4),
+                host_ms=round(host[name].median_ms, 4),
+                peak_mib=round(peaks[name], 1),
+                gbps=round(gbps, 1),
+                percent_of_roof=round(roof, 1),
+                budget_used=round(used[name], 3),
+                **environment(command),
+            )
+
+
+def _percent(timing: Timing, products: Timing | None, gbps: float, roof_gbps: float, mode: str) -> float:
+    if products is not None:
+        # Where gradients are made is a choice of each implementation: only the sum compares.
+        return 100 * products.median_ms / timing.median_ms if mode == "both" else 0.0
+    return 100 * gbps / roof_gbps
+
+
+def measure_op(
+    spec: OpSpec,
+    peers: list[Peer],
+    *,
+    cases: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.bfloat16,
+    modes: tuple[str, ...] = MODES,
+    command: str = "",
+    rounds: int = 25,
+    say: Callable[[str], None] = print,
+) -> Iterator[Row]:
+    """Rows of all `models_only` cases of `spec`, or of those named.
+
+    Raises:
+        ValueError: no CUDA device, or an unknown case.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("bench: device: expected a CUDA device, got none")
+    chosen = [spec.case(name) for name in cases] or [c for c in spec.cases if c.models_only]
+    roof = copy_gbps()
+    say(f"copy bandwidth {roof:.0f} GB/s")
+    for case in chosen:
+        yield from measure_case(
+            spec, case, peers, dtype=dtype, modes=modes, roof_gbps=roof, command=command, rounds=rounds, say=say
+        )
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""Export of the portable folders as a kernel repository. Not here yet."""

@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from .ops import OPS, NormResidual, backend, current_backend, geglu, glu, rms_norm, swiglu, why_not
+from .ops import OPS, NormResidual, backend, current_backend, geglu, glu, layer_norm, rms_norm, swiglu, why_not
 
 __all__ = [
     "OPS",
@@ -12,6 +12,7 @@ __all__ = [
     "current_backend",
     "geglu",
     "glu",
+    "layer_norm",
     "rms_norm",
     "swiglu",
     "why_not",

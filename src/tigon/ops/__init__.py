@@ -2,6 +2,7 @@
 
 from ._op import OPS, Op, backend, current_backend, why_not
 from .glu import geglu, geglu_reference, glu, glu_reference, swiglu, swiglu_reference
+from .layer_norm import layer_norm, layer_norm_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "geglu_reference",
     "glu",
     "glu_reference",
+    "layer_norm",
+    "layer_norm_reference",
     "rms_norm",
     "rms_norm_reference",
     "swiglu",

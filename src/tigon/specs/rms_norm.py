@@ -75,9 +75,7 @@ SPEC = OpSpec(
         Case("head_dim", {"M": 70, "N": 16}),
         Case("weightless", {"M": 9, "N": 48, "weightless": 1}),
         Case("residual", {"M": 19, "N": 96, "residual": 1}),
-        Case(
-            "residual_offset", {"M": 3, "N": 1000, "residual": 1}, {"offset": 1.0, "cast": "scale_then_cast"}
-        ),
+        Case("residual_offset", {"M": 3, "N": 1000, "residual": 1}, {"offset": 1.0, "cast": "scale_then_cast"}),
         Case("fp32_weight", {"M": 7, "N": 65, "fp32_weight": 1}),
         Case("wide", {"M": 3, "N": 8193}),
         Case("wide_residual", {"M": 2, "N": 20000, "residual": 1}, {"cast": "none"}),

@@ -22,11 +22,11 @@ class Progress:
             filled = 24 * done // self.total
             bar = "█" * filled + "░" * (24 - filled)
             left = elapsed / done * (self.total - done)
-            line = f"\r{self.label:<8} {bar} {done}/{self.total}  {note}  {left:3.0f} s left"
+            line = f"\r{self.label} {bar} {done}/{self.total}  {note}  {left:3.0f} s left"
             self.stream.write(line + "\x1b[K" + ("\n" if done == self.total else ""))
         elif done >= self.next_line or done == self.total:
             self.next_line = done + max(1.0, self.total / 10)
-            self.stream.write(f"{self.label:<8} {done}/{self.total}  {note}  {elapsed:.0f} s\n")
+            self.stream.write(f"{self.label} {done}/{self.total}  {note}  {elapsed:.0f} s\n")
         self.stream.flush()
 
     def abort(self) -> None:

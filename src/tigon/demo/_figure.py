@@ -42,7 +42,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     steps = range(1, len(native["losses"]) + 1)
     dot = "o" if len(native["losses"]) == 1 else None
-    loss.plot(steps, native["losses"], color=NATIVE, linewidth=6, marker=dot, label="native")
+    loss.plot(steps, native["losses"], color=NATIVE, linewidth=6, solid_joinstyle="round", marker=dot, label="native")
     loss.plot(steps, patched["losses"], color=TIGON, linewidth=1.8, marker=dot, label="tigon")
     loss.set_title("Training loss", loc="left", fontsize=12, color=INK, fontweight="bold")
     loss.set_xlabel("step", color=INK)

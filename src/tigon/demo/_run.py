@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -45,7 +46,7 @@ GPU_CONFIG = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-CPU_DEFAULTS = {"steps": 40, "batch_size": 8, "seq_len": 512, "dtype": "float32"}
+CPU_DEFAULTS = {"steps": 50, "batch_size": 8, "seq_len": 512, "dtype": "float32"}
 GPU_DEFAULTS = {"steps": 100, "batch_size": 4, "seq_len": 2048, "dtype": "bfloat16"}
 # Below this much memory the native run at the sizes above does not fit.
 LARGE_GPU_BYTES = 40 * 2**30
@@ -152,42 +153,89 @@ def _environment() -> dict[str, str]:
     return env
 
 
-def _train_in_process(label: str, plan: dict[str, Any], folder: Path) -> dict[str, Any]:
-    plan_file, errors = folder / f"{label}.json", folder / f"{label}.stderr"
-    plan_file.write_text(json.dumps(plan))
-    progress = Progress(label, plan["steps"])
-    result = None
-    with errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tigon.demo._train", str(plan_file)],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env=_environment(),
-        )
-        assert process.stdout is not None
+class _Training:
+    """One run in a process of its own, a step at a time."""
+
+    def __init__(self, label: str, plan: dict[str, Any], folder: Path) -> None:
+        self.label = label
+        self.errors = folder / f"{label}.stderr"
+        plan_file = folder / f"{label}.json"
+        plan_file.write_text(json.dumps(plan))
+        with self.errors.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tigon.demo._train", str(plan_file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=_environment(),
+            )
+
+    def next_record(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line[len(MARK) :])
+        raise self._failure()
+
+    def step(self) -> float:
+        """Take one step and return its loss."""
+        assert self.process.stdin is not None
         try:
-            for line in process.stdout:
-                if not line.startswith(MARK):
-                    continue
-                record = json.loads(line[len(MARK) :])
-                if "step" in record:
-                    progress.update(record["step"], f"loss {record['loss']:.3f}")
-                result = record.get("result", result)
-            code = process.wait()
-        except BaseException:
-            process.kill()
-            process.wait()
-            progress.abort()
-            raise
-    if code != 0 or result is None:
-        progress.abort()
-        said = errors.read_text().strip().splitlines()[-12:]
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure() from None
+        return self.next_record()["loss"]
+
+    def _failure(self) -> DemoError:
+        code = self.process.wait()
+        said = self.errors.read_text().strip().splitlines()[-12:]
         hint = ""
         if code in (-9, 137) or any("out of memory" in line.lower() for line in said):
             hint = "\nIt ran out of memory: try a smaller --batch-size or --seq-len."
-        raise DemoError(f"the {label} run failed with exit code {code}.{hint}\n" + "\n".join(said))
-    return result
+        return DemoError(f"the {self.label} run failed with exit code {code}.{hint}\n" + "\n".join(said))
+
+    def close(self) -> None:
+        """Wait for the end of a process that has given its result; end any other."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _train_all(plans: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run the plans step by step in turn, the order reversed at every other step; results by label.
+
+    In turn, because another program on the machine then slows all of them alike.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    num_steps = next(iter(plans.values()))["steps"]
+    progress = Progress("+".join(plans), num_steps)
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for label, plan in plans.items():
+            runs.append(_Training(label, plan, folder))
+            stack.callback(runs[-1].close)
+        try:
+            for run in runs:
+                run.next_record()
+            for step in range(num_steps):
+                losses = {run.label: run.step() for run in (runs if step % 2 == 0 else runs[::-1])}
+                progress.update(step + 1, "  ".join(f"{run.label} {losses[run.label]:.3f}" for run in runs))
+            for run in runs:
+                results[run.label] = run.next_record()["result"]
+        except BaseException:
+            progress.abort()
+            for run in runs:
+                run.process.kill()
+            raise
+    return results
 
 
 def compare(native: dict[str, Any], patched: dict[str, Any]) -> dict[str, float]:
@@ -232,9 +280,13 @@ def run(options: Options) -> dict[str, Any]:
         folder = Path(temporary)
         torch.save(tokens, folder / "tokens.pt")
         plan["tokens"] = str(folder / "tokens.pt")
-        for label, patched in (("native", False), ("tigon", True)):
-            key = "patched" if patched else "native"
-            results[key] = _train_in_process(label, {**plan, "patched": patched}, folder)
+        plans = {"native": {**plan, "patched": False}, "tigon": {**plan, "patched": True}}
+        if plan["device"] == "cpu":
+            ended = _train_all(plans, folder)
+        else:
+            # One after the other, so that each may fill the GPU.
+            ended = {label: _train_all({label: plans[label]}, folder)[label] for label in plans}
+    results["native"], results["patched"] = ended["native"], ended["tigon"]
     results["compared"] = compare(results["native"], results["patched"])
     results["plan"] = {key: value for key, value in plan.items() if key != "tokens"}
     results["options"] = {key: str(value) for key, value in dataclasses.asdict(options).items()}

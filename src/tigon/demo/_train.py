@@ -1,6 +1,7 @@
 """One training run in its own process: `python -m tigon.demo._train PLAN.json`.
 
-Reports on standard output, a record a line, each behind `MARK`: whatever else a library prints is none.
+Takes a step for each line on standard input. Reports on standard output, a record a line, each behind `MARK`, so that
+whatever else a library prints is no record.
 """
 
 from __future__ import annotations
@@ -80,6 +81,12 @@ class PeakMemory:
         return self._resident_peak()
 
 
+def _step_time(seconds: list[float]) -> float:
+    """The lower quartile of the steps after the warm-up: what other programs on the machine disturb least."""
+    kept = seconds[WARMUP_STEPS:] or seconds[-1:]
+    return statistics.quantiles(kept, n=4)[0] if len(kept) > 1 else kept[0]
+
+
 def emit(**record: Any) -> None:
     print(MARK + json.dumps(record), flush=True)
 
@@ -99,7 +106,11 @@ def train(plan: dict[str, Any]) -> None:
     offsets = torch.arange(plan["seq_len"], device=device)
     losses, seconds = [], []
     memory = PeakMemory(device)
+    emit(ready=True)
     for step in range(plan["steps"]):
+        # A line for each step; none at all when the parent is gone.
+        if not sys.stdin.readline():
+            return
         started = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = plan["lr"] * min(1.0, (step + 1) / (0.1 * plan["steps"] + 1))
@@ -116,13 +127,12 @@ def train(plan: dict[str, Any]) -> None:
         seconds.append(time.perf_counter() - started)
         emit(step=step + 1, loss=losses[-1])
     peak = memory.read()
-    timed = seconds[WARMUP_STEPS:] or seconds[-1:]
     tokens_per_step = plan["batch_size"] * plan["seq_len"]
     emit(
         result={
             "losses": losses,
             "step_seconds": seconds,
-            "tokens_per_second": tokens_per_step / statistics.median(timed),
+            "tokens_per_second": tokens_per_step / _step_time(seconds),
             "peak_bytes": peak,
             "baseline_bytes": memory.baseline,
             "num_parameters": sum(p.numel() for p in model.parameters()),

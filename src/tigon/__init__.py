@@ -2,18 +2,33 @@
 
 __version__ = "0.1.0"
 
-from .ops import OPS, NormResidual, backend, current_backend, geglu, glu, layer_norm, rms_norm, swiglu, why_not
+import importlib
+from typing import Any
+
+from .ops import OPS, NormResidual, backend, current_backend, geglu, glu, layer_norm, rms_norm, rope, swiglu, why_not
 
 __all__ = [
     "OPS",
     "NormResidual",
+    "Report",
     "__version__",
     "backend",
     "current_backend",
     "geglu",
     "glu",
     "layer_norm",
+    "patch",
     "rms_norm",
+    "rope",
     "swiglu",
+    "unpatch",
     "why_not",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Patching is loaded when it is first asked for: the operators alone need none of it.
+    if name in ("Report", "patch", "unpatch"):
+        module = importlib.import_module(".patch", __name__)
+        return module if name == "patch" else getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,281 @@
+"""Walk a model, decide for every module, swap, remember, undo."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from . import _head, _hf, _probe, _rope, _swap
+from ._forms import FORM_NAMES, FORMS, Form, Found, argument_of
+from ._probe import Refused
+from .report import Report, Verdict, grouped
+
+logger = logging.getLogger("tigon")
+LOSS = "linear_cross_entropy"
+
+
+class _Finding(NamedTuple):
+    """What was decided about one module, and how to carry it out."""
+
+    name: str
+    cls: str
+    form: str
+    variant: str
+    verdict: Verdict
+    reason: str
+    act: Callable[[], None] | None = None
+
+
+class _Choice:
+    """The forms and modules that `only` and `skip` leave."""
+
+    def __init__(self, only: Iterable[str] | None, skip: Iterable[str] | None, names: list[str]) -> None:
+        self.only = None if only is None else self._split("only", only, names)
+        self.skip = self._split("skip", skip or (), names)
+
+    @staticmethod
+    def _split(argument: str, items: Iterable[str], names: list[str]) -> tuple[set[str], list[str]]:
+        items = [items] if isinstance(items, str) else list(items)
+        forms = {item for item in items if item in FORM_NAMES}
+        globs = [item for item in items if item not in forms]
+        for glob in globs:
+            if not isinstance(glob, str) or not fnmatch.filter(names, glob):
+                raise ValueError(
+                    f"patch: {argument}: expected forms ({', '.join(FORM_NAMES)}) or patterns of module names"
+                    f" in this model, got {glob!r}"
+                )
+        return forms, globs
+
+    def allows(self, form: str, *names: str) -> bool:
+        def hits(globs: list[str]) -> bool:
+            return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in globs)
+
+        if form in self.skip[0] or hits(self.skip[1]):
+            return False
+        if self.only is None:
+            return True
+        forms, globs = self.only
+        return (not forms or form in forms) and (not globs or hits(globs))
+
+
+def patch(
+    model: nn.Module,
+    *,
+    only: Iterable[str] | None = None,
+    skip: Iterable[str] | None = None,
+    strict: bool = False,
+) -> Report:
+    """Make a model use the fused operators wherever it computes exactly what they do.
+
+    Every module that looks like a known form is run against the operators' references on random numbers; those
+    that agree get a new `forward` on the instance. Classes, parameters, `state_dict` and other models stay as
+    they are. In training with labels a causal language model then returns a loss and no logits
+    (`skip_logits=False` in the call brings them back, `skip_logits=True` saves them in evaluation too).
+
+    Args:
+        model: any module; wrappers (adapters, data parallel) are looked through.
+        only: names of forms or patterns of module names; of each kind given, one must fit.
+        skip: names of forms or patterns of module names to leave alone.
+        strict: raise, and change nothing, when something that looks like a form cannot be replaced.
+
+    Returns:
+        A `Report`; `print(report)` shows what was replaced, what was kept, and why.
+
+    Raises:
+        ValueError: `model` is no module, a name in `only` or `skip` fits nothing, or `strict` found something kept.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"patch: model: expected a torch.nn.Module, got {type(model).__name__}")
+    modules = list(model.named_modules())
+    choice = _Choice(only, skip, [name for name, _ in modules])
+    findings = _findings(modules, choice)
+    report = Report(type(model).__name__, grouped(finding[:6] for finding in findings))
+    if strict and report.kept:
+        raise ValueError(f"patch: strict: expected every form to be replaced, got\n{report}")
+    done: list[nn.Module] = []
+    try:
+        for finding in findings:
+            if finding.act is not None:
+                done.append(dict(modules)[finding.name])
+                finding.act()
+    except BaseException:
+        for module in done:
+            _undo(module)
+        raise
+    if not report.replaced:
+        warnings.warn(f"tigon.patch replaced nothing.\n{report}", stacklevel=2)
+    if any(os.environ.get(name, "0") not in ("", "0") for name in ("TIGON_DEBUG", "LIGER_KERNEL_DEBUG")):
+        # A warning is shown on stderr even where logging is not configured.
+        logger.warning("tigon.patch: %s", report)
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`: every module gets back exactly the forward it had.
+
+    Raises:
+        ValueError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"unpatch: model: expected a torch.nn.Module, got {type(model).__name__}")
+    stuck = [name for name, module in model.named_modules() if not _undo(module)]
+    if stuck:
+        warnings.warn(
+            f"tigon.unpatch: the forward of {', '.join(stuck)} was wrapped after patching and stays patched;"
+            " take the wrapper off first",
+            stacklevel=2,
+        )
+
+
+def _undo(module: nn.Module) -> bool:
+    mark = module.__dict__.get("_tigon")
+    if mark is None:
+        return True
+    if not _swap.uninstall(module):
+        return False
+    if isinstance(mark.settings, _head.ModelSettings):
+        if module.__dict__.get("_loss_function") is _head.causal_lm_loss:
+            del module.__dict__["_loss_function"]
+            if mark.settings.loss_before:
+                module.__dict__["_loss_function"] = mark.settings.loss_before[0]
+        head = _hf.output_layer(module)
+        if head is not None and "_tigon" in head.__dict__:
+            return _swap.uninstall(head)
+    return True
+
+
+# ---- deciding ----
+
+
+def _findings(modules: list[tuple[str, nn.Module]], choice: _Choice) -> list[_Finding]:
+    memo: dict[int, str] = {}
+    findings = []
+    for name, module in modules:
+        found = (
+            _installed(name, module, choice)
+            or _form(name, module, choice, memo)
+            or _rotary(name, module, choice)
+            or _loss(name, module, choice, modules)
+        )
+        if found:
+            findings.append(found)
+    return findings
+
+
+def _installed(name: str, module: nn.Module, choice: _Choice) -> _Finding | None:
+    mark = module.__dict__.get("_tigon")
+    # The output layer has no row of its own.
+    if not _swap.is_installed(module) or not mark.variant or not choice.allows(mark.form, name):
+        return None
+    return _Finding(name, type(module).__name__, mark.form, mark.variant, "replaced", "already patched")
+
+
+# Verdicts of this process, by what they depend on; a reason is a verdict too.
+_verdicts: dict[Any, Found | str] = {}
+
+
+def _verdict(form: Form, module: nn.Module, memo: dict[int, str]) -> Found | str:
+    key = _probe.fingerprint(module, memo)
+    if key is not None:
+        key = (form.name, key)
+        if key in _verdicts:
+            return _verdicts[key]
+    try:
+        with _probe.laboratory() as generator:
+            verdict: Found | str = form.verify(module, generator)
+    except Refused as refused:
+        verdict = str(refused)
+    except Exception as error:
+        verdict = f"the probe failed: {type(error).__name__}: {error}"
+    if key is not None:
+        _verdicts[key] = verdict
+    return verdict
+
+
+def _form(name: str, module: nn.Module, choice: _Choice, memo: dict[int, str]) -> _Finding | None:
+    cls, kept = type(module).__name__, None
+    for form in FORMS:
+        match = form.match(module)
+        if match == "no" or not choice.allows(form.name, name):
+            continue
+        if _swap.foreign_forward(module):
+            verdict: Found | str = "its forward was replaced on the instance already"
+        else:
+            verdict = _verdict(form, module, memo)
+        if isinstance(verdict, Found):
+            function = _swap.like(form.forward, type(module).forward, argument_of(module))
+            act = _install(module, form.name, verdict, function)
+            return _Finding(name, cls, form.name, verdict.variant, "replaced", "", act)
+        if match == "sure" and kept is None:
+            kept = _Finding(name, cls, form.name, "", "kept", verdict)
+    return kept
+
+
+def _install(module: nn.Module, form: str, found: Found, function: Callable[..., Any]) -> Callable[[], None]:
+    return lambda: _swap.install(module, form, found.variant, found.settings, function)
+
+
+def _rotary(name: str, module: nn.Module, choice: _Choice) -> _Finding | None:
+    forward = type(module).forward
+    functions = _rope.rotary_functions(forward)
+    if not functions or not choice.allows("rope", name):
+        return None
+    cls = type(module).__name__
+    try:
+        if _swap.foreign_forward(module):
+            raise Refused("its forward was replaced on the instance already")
+        found = [_rope.verify(function) for function in functions.values()]
+        new = _rope.rebound(forward, tuple(functions))
+    except Refused as refused:
+        return _Finding(name, cls, "rope", "", "kept", str(refused))
+    variant = "; ".join(dict.fromkeys(each.variant for each in found))
+    act = _install(module, "rope", Found(variant, ()), new)
+    return _Finding(name, cls, "rope", variant, "replaced", "", act)
+
+
+def _loss(name: str, module: nn.Module, choice: _Choice, modules: list[tuple[str, nn.Module]]) -> _Finding | None:
+    if not _hf.is_pretrained_model(module):
+        return None
+    index, head = _head.labels_index(module), _hf.output_layer(module)
+    if index is None or head is None:
+        return None
+    if not choice.allows(LOSS, name, *(fqn for fqn, each in modules if each is head)):
+        return None
+    cls = type(module).__name__
+    reason = _why_no_loss(module, head)
+    if reason:
+        return _Finding(name, cls, LOSS, "", "kept", reason)
+    before = (module.__dict__["_loss_function"],) if "_loss_function" in module.__dict__ else ()
+    settings = _head.ModelSettings(index, before)
+
+    def act() -> None:
+        function = _swap.like(_head.model_forward, type(module).forward)
+        _swap.install(module, LOSS, "deferred logits", settings, function)
+        if not _swap.is_installed(head):
+            function = _swap.like(_head.head_forward, type(head).forward)
+            _swap.install(head, LOSS, "", (), function)
+        module.__dict__["_loss_function"] = _head.causal_lm_loss
+
+    return _Finding(name, cls, LOSS, "deferred logits", "replaced", "", act)
+
+
+def _why_no_loss(model: nn.Module, head: nn.Module) -> str:
+    loss = getattr(model, "loss_function", None)
+    if loss is not _hf.native_loss():
+        return f"its loss function is {getattr(loss, '__name__', repr(loss))}, not the causal language model loss"
+    if not _hf.calls_loss_function(type(model).forward):
+        return "its forward does not call loss_function"
+    if not _head.is_linear(head):
+        return f"its output layer is a {type(head).__name__}, not a plain nn.Linear"
+    if _hf.is_tensor_parallel(model):
+        return "its output layer is split over tensor-parallel ranks"
+    for module in (model, head):
+        if _swap.foreign_forward(module):
+            return f"the forward of its {type(module).__name__} was replaced on the instance already"
+    return ""

@@ -1,0 +1,302 @@
+"""The loss of a language model without its logits.
+
+In training with labels the output layer returns `DeferredLogits`: its input, and the elementwise operations the
+model applies afterwards. The loss function computes the fused loss from it. Any operation that is not known
+materialises the real logits, so the model's own forward stays what runs, whatever it does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.linear_cross_entropy import linear_cross_entropy
+from . import _hf
+from ._forms import _is_plain
+
+
+class _LossRequest:
+    """What the output layer is to compute instead of logits. Not a pytree, so that wrappers do not cast it."""
+
+    def __init__(self, labels: Tensor, options: dict[str, Any], columns: int | None) -> None:
+        self.labels, self.options, self.columns = labels, options, columns
+
+
+class _LogitsRequest:
+    """Asks the output layer for real logits while its flag is up."""
+
+
+class DeferredLogits:
+    """Logits that are not computed yet. Not a Tensor subclass, which would break a compiled graph.
+
+    Scalar factors, one tanh, casts to floating dtypes, `contiguous` and `[..., :n]` are recorded;
+    everything else runs on the real logits.
+    """
+
+    def __init__(self, head: nn.Module, hidden: Tensor, dtype: torch.dtype) -> None:
+        self.head, self.hidden, self.dtype = head, hidden, dtype
+        self.shape = torch.Size((*hidden.shape[:-1], head.out_features))
+        self.device = hidden.device
+        self.operations: tuple[tuple[str, Any], ...] = ()
+        self.real: Tensor | None = None
+
+    def _then(self, name: str, value: Any, dtype: torch.dtype | None = None, columns: int | None = None) -> Any:
+        """These logits after one more operation."""
+        if self.real is not None:
+            return _OPERATIONS[name](self.real, value)
+        after = DeferredLogits(self.head, self.hidden, dtype or self.dtype)
+        after.operations = (*self.operations, (name, value))
+        after.shape = self.shape if columns is None else torch.Size((*self.shape[:-1], columns))
+        return after
+
+    def materialise(self) -> Tensor:
+        """The real logits, from the output layer itself; computed once."""
+        if self.real is None:
+            logits = self.head(self.hidden, _request=_LogitsRequest())
+            for name, value in self.operations:
+                logits = _OPERATIONS[name](logits, value)
+            self.real = logits
+        return self.real
+
+    def plan(self) -> tuple[dict[str, Any], int | None] | None:
+        """Options of the fused loss and the number of columns, or None where it has no such form."""
+        if self.real is not None:
+            return None
+        scale, cap, columns = 1.0, None, None
+        for name, value in self.operations:
+            if name == "slice":
+                columns = value
+            elif name == "tanh":
+                if cap is not None:
+                    return None
+                cap = 1.0
+            elif name in ("mul", "div"):
+                factor = value if name == "mul" else 1.0 / value
+                scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
+        if cap is not None:
+            # cap * tanh(scale * x) is the softcap of x * (scale * cap).
+            scale *= cap
+        if not 0 < (1.0 if cap is None else cap) < float("inf") or not abs(scale) < float("inf"):
+            return None
+        options: dict[str, Any] = {} if cap is None else {"softcap": cap}
+        # A cap divides and multiplies by one number, which leaves a rounding error in fp64.
+        if abs(scale - 1.0) > 1e-12:
+            options["logit_scale"] = scale
+        return options, columns
+
+    # ---- what is recorded ----
+
+    def __mul__(self, other: Any) -> Any:
+        return self._then("mul", other) if _is_number(other) else self.materialise() * _real(other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._then("div", other) if _is_number(other) else self.materialise() / _real(other)
+
+    def tanh(self) -> Any:
+        return self._then("tanh", None)
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> Any:
+        return self if self.real is None else self.real.contiguous(*args, **kwargs)
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if len(kwargs) == 1 else None
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and not (args and kwargs):
+            if dtype == self.dtype and self.real is None:
+                return self
+            return self._then("to", dtype, dtype)
+        return self.materialise().to(*args, **kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice):
+            stop = index[1].stop
+            if index[1].start is None and index[1].step is None and type(stop) is int and 0 < stop <= self.shape[-1]:
+                return self._then("slice", stop, columns=stop)
+        return self.materialise()[index]
+
+    # ---- what looks like a tensor ----
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tanh and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+        return func(*_real(args), **_real(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask an object without state for their hooks.
+        if name.startswith("__") or "hidden" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.materialise(), name)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def call(self: DeferredLogits, *args: Any) -> Any:
+        return getattr(self.materialise(), name)(*_real(args))
+
+    call.__name__ = name
+    return call
+
+
+_BINARY = ("add", "sub", "pow", "matmul", "floordiv", "mod", "and", "or", "xor")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_UNARY = ("neg", "pos", "abs", "invert", "bool", "int", "float", "iter", "contains", "setitem")
+_IN_PLACE = ("itruediv", "imul", "iadd", "isub", "ipow")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "rtruediv", *_COMPARISONS, *_UNARY, *_IN_PLACE):
+    setattr(DeferredLogits, f"__{_name}__", _forwarded(f"__{_name}__"))
+# __eq__ alone would make it unhashable, which a tensor is not.
+DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+_OPERATIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "mul": lambda logits, value: logits * value,
+    "div": lambda logits, value: logits / value,
+    "tanh": lambda logits, value: torch.tanh(logits),
+    "to": lambda logits, value: logits.to(value),
+    "slice": lambda logits, value: logits[..., :value],
+}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and value != 0
+
+
+def _real(value: Any) -> Any:
+    """`value` with every deferred logits in it materialised."""
+    if isinstance(value, DeferredLogits):
+        return value.materialise()
+    if type(value) in (tuple, list):
+        return type(value)(_real(item) for item in value)
+    if type(value) is dict:
+        return {key: _real(item) for key, item in value.items()}
+    return value
+
+
+# ---- the three functions that are put on a model ----
+
+
+def head_forward(self: nn.Module, input: Tensor, _request: Any = None) -> Any:
+    """Forward of the output layer."""
+    if isinstance(_request, _LossRequest):
+        return _loss_of(self, input, _request)
+    # A weight that is not whole here (tensor parallel) or not plain (quantised) keeps its own forward.
+    if _request is None and self.__dict__.get("_tigon_defer") and _is_plain(input, self.weight):
+        autocast = torch.is_autocast_enabled(input.device.type)
+        return DeferredLogits(self, input, torch.get_autocast_dtype(input.device.type) if autocast else input.dtype)
+    return type(self).forward(self, input)
+
+
+def _loss_of(head: nn.Module, hidden: Tensor, request: _LossRequest) -> Tensor:
+    weight, bias = head.weight, head.bias
+    if request.columns is not None and request.columns != weight.shape[0]:
+        weight = weight[: request.columns]
+        bias = None if bias is None else bias[: request.columns]
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return linear_cross_entropy(hidden, weight, request.labels, bias=bias, **request.options)
+
+
+def causal_lm_loss(
+    logits: Any,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The causal language model loss of transformers; fused when the logits are deferred."""
+    planned = logits.plan() if isinstance(logits, DeferredLogits) else None
+    rows = None if planned is None else (labels if shift_labels is None else shift_labels)
+    if rows is None or logits.shape[-1] != vocab_size or rows.numel() != logits.shape[:-1].numel():
+        return _hf.native_loss()(
+            _real(logits), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
+    if shift_labels is None:
+        rows = F.pad(rows, (0, 1), value=ignore_index)[..., 1:]
+    options, columns = planned
+    hidden = logits.hidden
+    rows = rows.reshape(hidden.shape[:-1]).to(hidden.device)
+    options = {**options, "ignore_index": ignore_index, "num_items": num_items_in_batch}
+    # Through __call__, so that whatever gathers, casts or adapts the weight does so.
+    return logits.head(hidden, _request=_LossRequest(rows, options, columns))
+
+
+class ModelSettings(NamedTuple):
+    """Where `labels` stands among the positional arguments, and the loss function the instance had."""
+
+    labels_index: int
+    loss_before: tuple[Any, ...]
+
+
+def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+    """Forward of a causal language model: its own, with the logits deferred when they are only needed for the loss."""
+    index = self._tigon.settings.labels_index
+    labels = args[index] if len(args) > index else kwargs.get("labels")
+    if labels is None and kwargs.get("shift_labels") is not None and len(args) <= index:
+        # Models compute the loss only when they see labels; with shift_labels they do not read them.
+        labels = kwargs["labels"] = kwargs["shift_labels"]
+    if skip_logits and labels is None:
+        raise ValueError("forward: skip_logits=True: expected labels or shift_labels, got neither")
+    defer = self.training if skip_logits is None else skip_logits
+    head = self.get_output_embeddings()
+    if not defer or labels is None or not can_defer(head):
+        return type(self).forward(self, *args, **kwargs)
+    head._tigon_defer = True
+    try:
+        output = type(self).forward(self, *args, **kwargs)
+    finally:
+        head._tigon_defer = False
+    return _without_deferred(output)
+
+
+def is_linear(head: Any) -> bool:
+    """Whether a module computes what nn.Linear does: a subclass may scale, one made by sharding does not."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+
+
+def can_defer(head: Any) -> bool:
+    """Whether the output layer is still the plain one that was patched: adapters may have wrapped it since."""
+    return is_linear(head) and "_tigon" in head.__dict__
+
+
+def _without_deferred(output: Any) -> Any:
+    """`output` with deferred logits taken out. Rebuilt: setting an output's field to None keeps it as an item."""
+    if isinstance(output, DeferredLogits):
+        return None
+    if type(output) is tuple:
+        return tuple(_without_deferred(item) for item in output)
+    if not isinstance(output, dict) or not any(isinstance(value, DeferredLogits) for value in output.values()):
+        return output
+    return type(output)(**{key: value for key, value in output.items() if not isinstance(value, DeferredLogits)})
+
+
+def labels_index(model: nn.Module) -> int | None:
+    """Position of `labels` among the arguments of the model's forward; None when it has no such argument."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    return names.index("labels") if "labels" in names else None

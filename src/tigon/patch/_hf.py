@@ -1,0 +1,42 @@
+"""The few facts about transformers that patching needs; it is looked up, never imported, here."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def _module(name: str) -> Any:
+    return sys.modules.get(f"transformers.{name}")
+
+
+def is_pretrained_model(module: nn.Module) -> bool:
+    modeling = _module("modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def native_loss() -> Callable[..., Any]:
+    """The loss that the fused one stands for."""
+    return _module("loss.loss_utils").ForCausalLMLoss
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    return (getattr(model, "tp_size", None) or 1) > 1
+
+
+def calls_loss_function(forward: Callable[..., Any]) -> bool:
+    """Whether a forward, or the class's next one that it defers to, computes its loss with `loss_function`."""
+    names = inspect.unwrap(forward).__code__.co_names
+    return "loss_function" in names or "super" in names

@@ -1,0 +1,187 @@
+"""Run a module's own forward against candidates, on random numbers, without touching the module.
+
+A twin has the class and the attributes of the module but fresh parameters, no hooks and stand-ins for its
+projections, so that meta, sharded, quantised and tied weights are no obstacle and nothing live is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Equal up to the order of fp32 additions; variants of one activation differ by 1e-4 at these scales.
+FP32_TOLERANCE = 1e-5
+# A different place of rounding flips a third of the bf16 results, a different order of fp32 operations one in 1e3.
+BF16_FLIPS = 0.02
+
+
+class Refused(Exception):
+    """Why a module or a function cannot be replaced; the message is the reason of the report's row."""
+
+
+@contextlib.contextmanager
+def laboratory() -> Iterator[torch.Generator]:
+    """Plain eager CPU torch whatever contexts the caller is in, and a generator of its own."""
+    on_cpu = torch.get_default_device().type == "cpu"
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        contextlib.nullcontext() if on_cpu else torch.device("cpu"),
+    ):
+        torch.random.default_generator.manual_seed(0)
+        yield torch.Generator().manual_seed(0)
+
+
+def explained(call: Callable[..., Any], *args: Any) -> Any:
+    """`call(*args)`, any exception turned into a reason."""
+    try:
+        return call(*args)
+    except Refused:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise Refused(f"its forward raised {type(error).__name__} in the probe: {lines[0]}") from error
+
+
+class Projection(nn.Module):
+    """Stand-in for a linear layer of any kind. It has no `weight`: a forward that reads one is refused."""
+
+    def __init__(self, in_features: int, out_features: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.matrix = torch.randn(out_features, in_features, generator=generator) / in_features**0.5
+        self.shift = torch.randn(out_features, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.to(x.dtype).T + self.shift.to(x.dtype)
+
+
+_NO_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_PRIVATE = ("forward", "_old_forward", "_hf_hook", "_tigon")
+
+
+def twin(
+    module: nn.Module,
+    *,
+    parameters: dict[str, Tensor] | None = None,
+    children: dict[str, nn.Module] | None = None,
+    attributes: dict[str, Any] | None = None,
+    training: bool = False,
+) -> nn.Module:
+    """A module of the same class and attributes with the given parameters and children, and its own forward."""
+    copy = object.__new__(type(module))
+    state = {key: value for key, value in module.__dict__.items() if key not in _PRIVATE}
+    state.update({name: OrderedDict() for name in _NO_HOOKS})
+    state["_parameters"] = {
+        name: None if value is None else nn.Parameter(value) for name, value in (parameters or {}).items()
+    }
+    if children is None:
+        children = {name: twin(child, training=training) for name, child in module._modules.items() if child}
+    state["_modules"] = dict(children)
+    state["training"] = training
+    state.update(attributes or {})
+    copy.__dict__.update(state)
+    return copy
+
+
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """The full shape; ZeRO-3 leaves an empty placeholder that remembers it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def same(actual: Any, expected: Any, *, tolerance: float = FP32_TOLERANCE) -> bool:
+    """Whether two results agree: shape, dtype, and every row within `tolerance` of its largest element."""
+    if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
+        return False
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    actual, expected = actual.detach().double(), expected.detach().double()
+    if not bool(torch.isfinite(expected).all()):
+        return False
+    size = expected.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    return bool(((actual - expected).abs() <= tolerance * size).all())
+
+
+def flips(actual: Any, expected: Any) -> float:
+    """Share of elements that are not equal bit for bit; 1 when shape or dtype differ."""
+    if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return 1.0
+    return float((actual != expected).float().mean())
+
+
+def no_worse(actual: Any, native: Any, exact: Tensor) -> bool:
+    """Whether `actual` is as near to the fp32 result as the module's own low-precision result is."""
+    if not isinstance(actual, Tensor) or actual.shape != native.shape or actual.dtype != native.dtype:
+        return False
+    exact = exact.detach().double()
+    error, own = (float((t.detach().double() - exact).square().mean().sqrt()) for t in (actual, native))
+    return error <= 2 * own + 1e-6 * float(exact.square().mean().sqrt())
+
+
+def gradients(result: Tensor, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(result, inputs, upstream.to(result.dtype)))
+
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+_SKIPPED = frozenset((*nn.Module().__dict__, *_PRIVATE))
+
+
+def fingerprint(module: nn.Module, memo: dict[int, str]) -> tuple[Any, ...] | None:
+    """What the verdict depends on, or None when an attribute cannot be described."""
+    parts: list[Any] = [type(module), type(module).forward, "forward" in module.__dict__]
+    for name, value in module.__dict__.items():
+        if name in _SKIPPED:
+            continue
+        described = _described(value, memo)
+        if described is None:
+            return None
+        parts.append((name, described))
+    parts += [(name, None if p is None else shape_of(p)) for name, p in module._parameters.items()]
+    parts += [(name, None if b is None else tuple(b.shape)) for name, b in module._buffers.items()]
+    for name, child in module._modules.items():
+        # A projection is called, never looked into.
+        inner = sizes_of(child) or (child and fingerprint(child, memo))
+        if child is not None and inner is None:
+            return None
+        parts.append((name, inner))
+    return tuple(parts)
+
+
+def sizes_of(module: nn.Module | None) -> tuple[int, int] | None:
+    """(in_features, out_features) of a linear layer of any kind: plain, quantised or with adapters."""
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return sizes if all(isinstance(size, int) for size in sizes) else None  # type: ignore[return-value]
+
+
+def _described(value: Any, memo: dict[int, str]) -> Any:
+    if isinstance(value, (*_SCALARS, *_FUNCTIONS)):
+        return type(value), value
+    if isinstance(value, (tuple, list)):
+        inner = tuple(_described(item, memo) for item in value)
+        return None if None in inner else (type(value), inner)
+    if hasattr(value, "to_dict"):
+        if id(value) not in memo:
+            try:
+                memo[id(value)] = json.dumps(value.to_dict(), sort_keys=True, default=repr)
+            except Exception:
+                return None
+        return memo[id(value)]
+    return None

@@ -1,0 +1,95 @@
+"""Put a forward on one module and take it off again; everything a swap leaves behind is here."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Installed(NamedTuple):
+    """The one attribute a patched module gains: plain data, so that copies and pickles of the module work.
+
+    `slot` is the attribute that holds the forward, `before` what the instance had there (`()` for nothing).
+    """
+
+    form: str
+    variant: str
+    settings: Any
+    slot: str
+    before: tuple[Any, ...]
+
+
+def slot_of(module: nn.Module) -> str:
+    """Where the forward of an instance goes: hooks that wrap forward keep the wrapped one in `_old_forward`."""
+    state = module.__dict__
+    return "_old_forward" if "_hf_hook" in state and "_old_forward" in state else "forward"
+
+
+def foreign_forward(module: nn.Module) -> bool:
+    """Whether the instance has a forward that is neither its class's own nor ours."""
+    current = module.__dict__.get(slot_of(module))
+    return current is not None and getattr(current, "__func__", None) is not type(module).forward and not _ours(current)
+
+
+def is_installed(module: nn.Module) -> bool:
+    """Whether a swap is in force. A pickled model comes back with the mark but its class's own forward."""
+    mark = module.__dict__.get("_tigon")
+    return mark is not None and _ours(module.__dict__.get(mark.slot))
+
+
+def _ours(forward: Any) -> bool:
+    return hasattr(getattr(forward, "__func__", None), "__tigon__")
+
+
+def install(module: nn.Module, form: str, variant: str, settings: Any, function: Callable[..., Any]) -> None:
+    slot = slot_of(module)
+    before = (module.__dict__[slot],) if slot in module.__dict__ else ()
+    # Straight into the instance: a module's own __setattr__ may have opinions.
+    module.__dict__["_tigon"] = Installed(form, variant, settings, slot, before)
+    module.__dict__[slot] = types.MethodType(function, module)
+    module.__dict__["_replicate_for_data_parallel"] = types.MethodType(_replicate, module)
+
+
+def uninstall(module: nn.Module) -> bool:
+    """Undo `install`; False, and nothing done, when something else has wrapped the forward since."""
+    mark: Installed = module.__dict__["_tigon"]
+    if is_installed(module):
+        if mark.before:
+            module.__dict__[mark.slot] = mark.before[0]
+        else:
+            del module.__dict__[mark.slot]
+    elif foreign_forward(module):
+        return False
+    del module.__dict__["_tigon"]
+    for name in ("_replicate_for_data_parallel", "_tigon_defer"):
+        module.__dict__.pop(name, None)
+    return True
+
+
+def _replicate(self: nn.Module) -> nn.Module:
+    # DataParallel copies the instance's attributes, so the copy's forward would still be bound to the original.
+    replica = type(self)._replicate_for_data_parallel(self)
+    slot = replica._tigon.slot
+    replica.__dict__[slot] = types.MethodType(replica.__dict__[slot].__func__, replica)
+    return replica
+
+
+# A bound method is pickled by name, and a pickle comes back with the class's own methods.
+_replicate.__name__ = "_replicate_for_data_parallel"
+
+
+@functools.cache
+def like(template: Callable[..., Any], native: Callable[..., Any], argument: str | None = None) -> Callable[..., Any]:
+    """`template` with the name, signature and documentation of `native`, its `x` renamed to `argument`."""
+    code = template.__code__
+    if argument is not None:
+        code = code.replace(co_varnames=tuple(argument if name == "x" else name for name in code.co_varnames))
+    function = types.FunctionType(code, template.__globals__, native.__name__, template.__defaults__)
+    function.__kwdefaults__ = template.__kwdefaults__
+    functools.update_wrapper(function, native)
+    function.__tigon__ = True  # type: ignore[attr-defined]
+    return function

@@ -20,6 +20,7 @@ __all__ = [
     "patch",
     "rms_norm",
     "rope",
+    "rope",
     "swiglu",
     "unpatch",
     "why_not",

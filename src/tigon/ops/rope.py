@@ -1,0 +1,481 @@
+"""Rotary position embedding of queries and keys, in one launch.
+
+Each pair (x1, x2) of a head turns by the angle of its position; R of the D elements of a head take part:
+
+    y1 = x1 * c1 - x2 * s1
+    y2 = x2 * c2 + x1 * s2
+    y[R:] = x[R:]                                 (bit for bit)
+
+With layout "half" x1 and x2 are the halves of x[:R], with "interleaved" its even and odd elements. c1, c2 are the
+halves of a full table, or both the same half table; likewise s1, s2 of sin.
+
+Gradient, the transposed map:
+
+    dx1 = dy1 * c1 + dy2 * s2
+    dx2 = dy2 * c2 - dy1 * s1
+    dx[R:] = dy[R:]
+
+B batch, S tokens of a sequence, Hq and Hk heads, D head dim, R rotary width, W columns of the tables.
+Saved for backward: cos and sin.   Source: Su et al. 2021, arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._check import require, require_floating, require_one_of, require_same_device
+from ._launch import cdiv, launch, next_power_of_2
+from ._op import define, op, runs_reference
+from ._triton import tl, triton
+
+Layout = Literal["half", "interleaved", "interleaved_to_half"]
+Tables = Literal["full", "half"]
+# Where the two elements of a pair are read from and written to: True for neighbours, False for the two halves.
+LAYOUTS = {"half": (False, False), "interleaved": (True, True), "interleaved_to_half": (True, False)}
+TABLES = ("full", "half")
+
+
+# ---- reference ----
+
+
+def rope_reference(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: Layout = "half",
+    tables: Tables = "full",
+    unsqueeze_dim: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    pairs_in, pairs_out = LAYOUTS[layout]
+
+    def rotate(x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, cos.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        # [B or 1, 1, S, W] for heads on axis 1, [B or 1, S, 1, W] for heads on axis 2.
+        c, s = (t.to(wide).unsqueeze(unsqueeze_dim - 4) for t in (cos, sin))
+        (c1, c2), (s1, s2) = ((t, t) if tables == "half" else t.chunk(2, -1) for t in (c, s))
+        rotary = 2 * c1.shape[-1]
+        turned, rest = x[..., :rotary].to(wide), x[..., rotary:]
+        x1, x2 = (turned[..., 0::2], turned[..., 1::2]) if pairs_in else turned.chunk(2, -1)
+        y1 = x1 * c1 - x2 * s1
+        y2 = x2 * c2 + x1 * s2
+        y = torch.stack((y1, y2), -1).flatten(-2) if pairs_out else torch.cat((y1, y2), -1)
+        return torch.cat((y.to(dtype), rest.to(dtype)), -1)
+
+    return rotate(q) if k is None else (rotate(q), rotate(k))
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr,
+    y_ptr,
+    x_stride_b,
+    x_stride_h,
+    x_stride_s,
+    y_stride_b,
+    y_stride_h,
+    y_stride_s,
+    batch,
+    group,
+    num_heads,
+    tokens,
+    token_mask,
+    c1,
+    s1,
+    c2,
+    s2,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    # Heads lead, so that a thread keeps its token, and with it the table values in registers, from head to head.
+    heads = group.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = (heads < num_heads)[:, None, None] & token_mask[None, :, None]
+    x_rows = x_ptr + batch * x_stride_b + (heads * x_stride_h)[:, None, None] + (tokens * x_stride_s)[None, :, None]
+    y_rows = y_ptr + batch * y_stride_b + (heads * y_stride_h)[:, None, None] + (tokens * y_stride_s)[None, :, None]
+    cols = tl.arange(0, BLOCK_R)[None, None, :]
+    both = tl.arange(0, 2 * BLOCK_R)[None, None, :]
+    if PAIRS_IN:
+        x = tl.load(x_rows + both, mask=mask & (both < 2 * HALF), other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_T, BLOCK_R, 2)))
+    else:
+        x1 = tl.load(x_rows + cols, mask=mask & (cols < HALF), other=0.0).to(tl.float32)
+        x2 = tl.load(x_rows + HALF + cols, mask=mask & (cols < HALF), other=0.0).to(tl.float32)
+    y1 = x1 * c1 - x2 * s1
+    y2 = x2 * c2 + x1 * s2
+    if PAIRS_OUT:
+        y = tl.reshape(tl.join(y1, y2), (BLOCK_H, BLOCK_T, 2 * BLOCK_R))
+        tl.store(y_rows + both, y, mask=mask & (both < 2 * HALF))
+    else:
+        tl.store(y_rows + cols, y1, mask=mask & (cols < HALF))
+        tl.store(y_rows + HALF + cols, y2, mask=mask & (cols < HALF))
+    if REST > 0:
+        rest = tl.arange(0, BLOCK_REST)[None, None, :]
+        rest_mask = mask & (rest < REST)
+        # Not through fp32, which would change the payload of a NaN.
+        kept = tl.load(x_rows + 2 * HALF + rest, mask=rest_mask)
+        tl.store(y_rows + 2 * HALF + rest, kept, mask=rest_mask)
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_s,
+    k_stride_b,
+    k_stride_h,
+    k_stride_s,
+    q_out_stride_b,
+    q_out_stride_h,
+    q_out_stride_s,
+    k_out_stride_b,
+    k_out_stride_h,
+    k_out_stride_s,
+    cos_stride_b,
+    cos_stride_s,
+    cos_stride_r,
+    sin_stride_b,
+    sin_stride_s,
+    sin_stride_r,
+    num_tokens,
+    num_q_heads,
+    num_k_heads,
+    HAS_K: tl.constexpr,
+    FULL_TABLES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """One program per BLOCK_T tokens of a sequence and BLOCK_H heads of q or of k, head groups fastest."""
+    q_groups = tl.cdiv(num_q_heads, BLOCK_H)
+    num_groups = q_groups
+    if HAS_K:
+        num_groups += tl.cdiv(num_k_heads, BLOCK_H)
+    group = tl.program_id(0) % num_groups
+    token_block = tl.program_id(0) // num_groups
+    blocks_per_sequence = tl.cdiv(num_tokens, BLOCK_T)
+    batch = (token_block // blocks_per_sequence).to(tl.int64)
+    tokens = (token_block % blocks_per_sequence).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_mask = tokens < num_tokens
+
+    cols = tl.arange(0, BLOCK_R)
+    mask = token_mask[:, None] & (cols < HALF)[None, :]
+    cos_tile = cos_ptr + batch * cos_stride_b + (tokens * cos_stride_s)[:, None] + (cols * cos_stride_r)[None, :]
+    sin_tile = sin_ptr + batch * sin_stride_b + (tokens * sin_stride_s)[:, None] + (cols * sin_stride_r)[None, :]
+    c1 = tl.load(cos_tile, mask=mask, other=0.0).to(tl.float32)
+    s1 = tl.load(sin_tile, mask=mask, other=0.0).to(tl.float32)
+    if FULL_TABLES:
+        c2 = tl.load(cos_tile + HALF * cos_stride_r, mask=mask, other=0.0).to(tl.float32)
+        s2 = tl.load(sin_tile + HALF * sin_stride_r, mask=mask, other=0.0).to(tl.float32)
+    else:
+        c2 = c1
+        s2 = s1
+    if TRANSPOSED:
+        s1, s2 = -s2, -s1
+    c1, s1, c2, s2 = c1[None, :, :], s1[None, :, :], c2[None, :, :], s2[None, :, :]
+
+    if group < q_groups:
+        _rotate_heads(
+            q_ptr, q_out_ptr,
+            q_stride_b, q_stride_h, q_stride_s, q_out_stride_b, q_out_stride_h, q_out_stride_s,
+            batch, group, num_q_heads, tokens, token_mask, c1, s1, c2, s2,
+            PAIRS_IN, PAIRS_OUT, HALF, REST, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
+        )  # fmt: skip
+    elif HAS_K:
+        _rotate_heads(
+            k_ptr, k_out_ptr,
+            k_stride_b, k_stride_h, k_stride_s, k_out_stride_b, k_out_stride_h, k_out_stride_s,
+            batch, group - q_groups, num_k_heads, tokens, token_mask, c1, s1, c2, s2,
+            PAIRS_IN, PAIRS_OUT, HALF, REST, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
+        )  # fmt: skip
+
+
+# ---- operators ----
+
+# Widest head of which one program can hold a row of several heads in registers.
+_MAX_HEAD_DIM = 2048
+
+
+def _blocks(num_q_heads: int, num_k_heads: int, half: int, rest: int) -> tuple[int, int, int, int]:
+    """BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST: up to 8192 elements a program, whatever the sequence length.
+
+    2048 elements of a head's tokens are 16 bytes of each half a thread, so four heads keep eight loads in flight.
+    A group of heads costs its rows, masked or not, and about one row for the tables. Short rows have a pointer for
+    every few bytes, so no more than 64 tokens are taken, or the pointers alone would fill the registers.
+    """
+    block_r, block_rest = next_power_of_2(half), next_power_of_2(rest)
+    block_h = min((4, 2, 1), key=lambda h: (cdiv(num_q_heads, h) + cdiv(num_k_heads, h)) * (h + 1))
+    return block_h, max(1, min(64, 2048 // max(2 * block_r, block_rest))), block_r, block_rest
+
+
+def _storage_order(x: Tensor) -> list[int]:
+    """Axes of `x` from the outermost in memory to the innermost, which is always the last."""
+    order: list[int] = []
+    # Sorted by hand: the compiler traces comparisons of symbolic strides, but not `sorted` over them.
+    for axis in range(3):
+        at = len(order)
+        while at > 0 and x.stride(order[at - 1]) < x.stride(axis):
+            at -= 1
+        order.insert(at, axis)
+    return [*order, 3]
+
+
+def _unit_columns(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int]:
+    """Strides of batch, heads and tokens."""
+    return x.stride(0), x.stride(unsqueeze_dim), x.stride(3 - unsqueeze_dim)
+
+
+def _table_strides(table: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, 0 where one table serves all, tokens and columns."""
+    batch = table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0
+    return batch, table.stride(-2), table.stride(-1)
+
+
+def _fake_rotate(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: str,
+    tables: str,
+    unsqueeze_dim: int,
+    transposed: bool,
+    q_order: list[int],
+    k_order: list[int],
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    q_out = torch.empty_permuted(q.shape, q_order, dtype=q_dtype, device=q.device)
+    if k is None:
+        return q_out, q.new_empty(0)
+    return q_out, torch.empty_permuted(k.shape, k_order, dtype=k_dtype, device=k.device)
+
+
+@define(
+    "rope_rotate(Tensor q, Tensor? k, Tensor cos, Tensor sin, str layout, str tables, int unsqueeze_dim,"
+    " bool transposed, int[] q_order, int[] k_order, ScalarType q_dtype, ScalarType k_dtype) -> (Tensor, Tensor)",
+    fake=_fake_rotate,
+)
+def _rotate(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: str,
+    tables: str,
+    unsqueeze_dim: int,
+    transposed: bool,
+    q_order: list[int],
+    k_order: list[int],
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Both directions: the backward is the rotation of the gradients with the transposed matrix."""
+    q_out, k_out = _fake_rotate(
+        q, k, cos, sin, layout, tables, unsqueeze_dim, transposed, q_order, k_order, q_dtype, k_dtype
+    )
+    q = _unit_columns(q)
+    k = None if k is None else _unit_columns(k)
+    num_q_heads = q.shape[unsqueeze_dim]
+    num_k_heads = 0 if k is None else k.shape[unsqueeze_dim]
+    num_tokens = q.shape[3 - unsqueeze_dim]
+    half = cos.shape[-1] if tables == "half" else cos.shape[-1] // 2
+    rest = q.shape[-1] - 2 * half
+    block_h, block_t, block_r, block_rest = _blocks(num_q_heads, num_k_heads, half, rest)
+    num_groups = cdiv(num_q_heads, block_h) + cdiv(num_k_heads, block_h)
+    pairs_in, pairs_out = reversed(LAYOUTS[layout]) if transposed else LAYOUTS[layout]
+    no_strides = (0, 0, 0)
+    launch(
+        _rope_kernel,
+        (q.shape[0] * cdiv(num_tokens, block_t) * num_groups,),
+        q,
+        k,
+        q_out,
+        k_out,
+        cos,
+        sin,
+        *_strides(q, unsqueeze_dim),
+        *(no_strides if k is None else _strides(k, unsqueeze_dim)),
+        *_strides(q_out, unsqueeze_dim),
+        *(no_strides if k is None else _strides(k_out, unsqueeze_dim)),
+        *_table_strides(cos),
+        *_table_strides(sin),
+        num_tokens,
+        num_q_heads,
+        num_k_heads,
+        HAS_K=k is not None,
+        FULL_TABLES=tables == "full",
+        TRANSPOSED=transposed,
+        PAIRS_IN=pairs_in,
+        PAIRS_OUT=pairs_out,
+        HALF=half,
+        REST=rest,
+        BLOCK_H=block_h,
+        BLOCK_T=block_t,
+        BLOCK_R=block_r,
+        BLOCK_REST=block_rest,
+        num_warps=4,
+    )
+    return q_out, k_out
+
+
+# ---- autograd ----
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        layout: str,
+        tables: str,
+        unsqueeze_dim: int,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.set_materialize_grads(False)
+        ctx.options = layout, tables, unsqueeze_dim
+        ctx.orders = _storage_order(q), [] if k is None else _storage_order(k)
+        ctx.dtypes = q.dtype, q.dtype if k is None else k.dtype
+        dtypes = [torch.promote_types(dtype, cos.dtype) for dtype in ctx.dtypes]
+        q_out, k_out = _rotate(q, k, cos, sin, *ctx.options, False, *ctx.orders, *dtypes)
+        if k is None:
+            return q_out
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(q_out)
+        elif not ctx.needs_input_grad[1]:
+            ctx.mark_non_differentiable(k_out)
+        return q_out, k_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        (q_order, k_order), (q_dtype, k_dtype) = ctx.orders, ctx.dtypes
+        has_dq = dq_out is not None and ctx.needs_input_grad[0]
+        has_dk = dk_out is not None and ctx.needs_input_grad[1]
+        dq = dk = None
+        if has_dq and has_dk:
+            dq, dk = _rotate(dq_out, dk_out, cos, sin, *ctx.options, True, q_order, k_order, q_dtype, k_dtype)
+        elif has_dq:
+            dq, _ = _rotate(dq_out, None, cos, sin, *ctx.options, True, q_order, [], q_dtype, q_dtype)
+        elif has_dk:
+            dk, _ = _rotate(dk_out, None, cos, sin, *ctx.options, True, k_order, [], k_dtype, k_dtype)
+        return dq, dk, None, None, None, None, None
+
+
+# ---- public ----
+
+
+def _supports(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **_: Any) -> list[str]:
+    reasons = []
+    if any(t is not None and t.dtype == torch.float64 for t in (q, k, cos)):
+        reasons.append("float64 is computed by the reference")
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        reasons.append("cos or sin requires a gradient, which only the reference computes")
+    if q.shape[-1] > _MAX_HEAD_DIM:
+        reasons.append(f"the head dim is above {_MAX_HEAD_DIM}")
+    return reasons
+
+
+@op(reference=rope_reference, supports=_supports)
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: Layout = "half",
+    tables: Tables = "full",
+    unsqueeze_dim: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Rotary position embedding of queries and keys.
+
+        y = cat(x1 * c1 - x2 * s1, x2 * c2 + x1 * s2, x[R:]),   x1, x2 = x[:R].chunk(2)   # the reference, in one line
+
+    Args:
+        q: `[B, Hq, S, D]`, floating point, any strides; copied only if its last axis is not contiguous.
+        k: `[B, Hk, S, D]`, or None to rotate `q` alone.
+        cos: `[S, W]`, or `[B or 1, S, W]` for angles of each sample; any strides. W sets the rotary width R.
+        sin: like `cos`.
+        layout: which elements form a pair: "half" those at distance R/2; "interleaved" neighbours;
+            "interleaved_to_half" reads neighbours and writes the pair at distance R/2.
+        tables: "full" when W = R and the second half of the columns belongs to x2; "half" when W = R/2 and both
+            elements of a pair use the same column. The interleaved layouts take "half" only, for which a view
+            such as `cos[..., ::2]` or `cos[..., : R // 2]` will do.
+        unsqueeze_dim: axis of the heads: 1, or 2 for `[B, S, H, D]`.
+
+    Returns:
+        The rotated `q` and `k`, or `q` alone without `k`; new tensors, their axes stored in the order of the input's.
+
+    Raises:
+        ValueError: shapes, dtypes or devices disagree, W does not fit the head, or an option is unknown.
+
+    Numerics: in fp32, rounded once to the promoted dtype of the input and the tables; gradients likewise to
+              the dtype of the input; elements beyond R are copied bit for bit.
+    Memory:   saves `cos` and `sin`.
+    Differs from the reference: never in formula; a product and a sum may be fused into one rounding.
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+    name = "rope"
+    require_floating(name, q=q, k=k, cos=cos, sin=sin)
+    require_one_of(name, "layout", layout, tuple(LAYOUTS))
+    require_one_of(name, "tables", tables, TABLES)
+    require_one_of(name, "unsqueeze_dim", unsqueeze_dim, (1, 2))
+    require(layout == "half" or tables == "half", name, "tables", "'half' for an interleaved layout", repr(tables))
+    require(q.dim() == 4, name, "q", "four axes", tuple(q.shape))
+    # Sizes are handed over as they are: formatting one on the way would make the compiler specialise on it.
+    num_tokens = q.shape[3 - unsqueeze_dim]
+    if k is not None:
+        heads = k.shape[unsqueeze_dim] if k.dim() == 4 else "Hk"
+        expected = (*q.shape[:unsqueeze_dim], heads, *q.shape[unsqueeze_dim + 1 :])
+        require(tuple(k.shape) == expected, name, "k", expected, tuple(k.shape))
+    require(cos.dim() in (2, 3), name, "cos", "two or three axes", tuple(cos.shape))
+    width = cos.shape[-1]
+    if cos.dim() == 2 or cos.shape[0] == 1:
+        require(cos.shape[-2] == num_tokens, name, "cos", (num_tokens, width), tuple(cos.shape))
+    else:
+        expected = (q.shape[0], num_tokens, width)
+        require(tuple(cos.shape) == expected, name, "cos", expected, tuple(cos.shape))
+    if tables == "full":
+        require(width % 2 == 0, name, "cos", "an even number of columns for tables 'full'", width)
+    rotary = width if tables == "full" else 2 * width
+    require(0 < rotary <= q.shape[-1], name, "cos", "a rotary width of 2 to the head dim", rotary)
+    require(tuple(sin.shape) == tuple(cos.shape), name, "sin", tuple(cos.shape), tuple(sin.shape))
+    require(sin.dtype == cos.dtype, name, "sin", cos.dtype, sin.dtype)
+    require_same_device(name, q=q, k=k, cos=cos, sin=sin)
+    if runs_reference(name, q, k, cos, sin):
+        return rope_reference(q, k, cos, sin, layout=layout, tables=tables, unsqueeze_dim=unsqueeze_dim)
+    return _Rope.apply(q, k, cos, sin, layout, tables, unsqueeze_dim)

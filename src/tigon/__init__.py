@@ -20,7 +20,6 @@ __all__ = [
     "patch",
     "rms_norm",
     "rope",
-    "rope",
     "swiglu",
     "unpatch",
     "why_not",

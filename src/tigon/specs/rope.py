@@ -82,7 +82,7 @@ def _last_key_head_left_out(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tenso
     return y[0], torch.cat((turned, left.to(y[1].dtype)), axis)
 
 
-_LLAMA = {"B": 4, "S": 4096, "Hq": 32, "Hk": 8, "D": 128, "R": 128, "table_batch": 1}
+_LARGE = {"B": 4, "S": 4096, "Hq": 32, "Hk": 8, "D": 128, "R": 128, "table_batch": 1}
 
 SPEC = OpSpec(
     name="rope",
@@ -108,25 +108,25 @@ SPEC = OpSpec(
         Case("alone", {"B": 2, "S": 6, "Hq": 3, "Hk": 0, "D": 16, "R": 16, "alone": 1}),
         Case("one_token", {"B": 3, "S": 1, "Hq": 8, "Hk": 2, "D": 64, "R": 64, "table_batch": 3}),
         Case("fp32_tables", {"B": 2, "S": 5, "Hq": 2, "Hk": 1, "D": 16, "R": 8, "fp32_tables": 1}),
-        Case("heads_32_8", _LLAMA, models_only=True),
-        Case("heads_32_8_first", {**_LLAMA, "heads_first": 1}, models_only=True),
-        Case("heads_28_4", {**_LLAMA, "Hq": 28, "Hk": 4}, models_only=True),
-        Case("head_dim_64", {**_LLAMA, "B": 8, "D": 64, "R": 64}, models_only=True),
-        Case("head_dim_80", {**_LLAMA, "Hk": 32, "D": 80, "R": 32}, models_only=True),
-        Case("head_dim_96", {**_LLAMA, "Hk": 32, "D": 96, "R": 96}, models_only=True),
-        Case("head_dim_256", {**_LLAMA, "Hq": 16, "Hk": 2, "D": 256, "R": 64, "table_batch": 4}, models_only=True),
-        Case("wide_head_256", {**_LLAMA, "Hq": 8, "Hk": 4, "D": 256, "R": 256}, models_only=True),
-        Case("fp32_tables_32_8", {**_LLAMA, "fp32_tables": 1}, models_only=True),
-        Case("half_tables_64_8", {**_LLAMA, "Hq": 64, "D": 64, "R": 64}, {"tables": "half"}, models_only=True),
+        Case("heads_32_8", _LARGE, models_only=True),
+        Case("heads_32_8_first", {**_LARGE, "heads_first": 1}, models_only=True),
+        Case("heads_28_4", {**_LARGE, "Hq": 28, "Hk": 4}, models_only=True),
+        Case("head_dim_64", {**_LARGE, "B": 8, "D": 64, "R": 64}, models_only=True),
+        Case("head_dim_80", {**_LARGE, "Hk": 32, "D": 80, "R": 32}, models_only=True),
+        Case("head_dim_96", {**_LARGE, "Hk": 32, "D": 96, "R": 96}, models_only=True),
+        Case("head_dim_256", {**_LARGE, "Hq": 16, "Hk": 2, "D": 256, "R": 64, "table_batch": 4}, models_only=True),
+        Case("wide_head_256", {**_LARGE, "Hq": 8, "Hk": 4, "D": 256, "R": 256}, models_only=True),
+        Case("fp32_tables_32_8", {**_LARGE, "fp32_tables": 1}, models_only=True),
+        Case("half_tables_64_8", {**_LARGE, "Hq": 64, "D": 64, "R": 64}, {"tables": "half"}, models_only=True),
         Case(
             "interleaved_32_2",
-            {**_LLAMA, "Hk": 2, "R": 64},
+            {**_LARGE, "Hk": 2, "R": 64},
             {"layout": "interleaved", "tables": "half"},
             models_only=True,
         ),
         Case(
             "shared_key_128_1",
-            {**_LLAMA, "Hq": 128, "Hk": 1, "D": 64, "R": 64},
+            {**_LARGE, "Hq": 128, "Hk": 1, "D": 64, "R": 64},
             {"layout": "interleaved_to_half", "tables": "half"},
             models_only=True,
         ),

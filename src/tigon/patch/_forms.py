@@ -267,8 +267,9 @@ def _match_glu(module: nn.Module) -> Match:
     others = [child for name, child in module._modules.items() if name not in sizes and child is not None]
     activations = [c for c in others if not isinstance(c, nn.Dropout) and not any(True for _ in c.parameters())]
     functions = [v for v in module.__dict__.values() if inspect.isfunction(v) or inspect.isbuiltin(v)]
-    # Attention blocks have projections of such shapes too, but nothing that could be an activation.
-    return "sure" if activations or functions else "maybe"
+    # Attention and mixers have projections of such shapes too, but no activation, or more to their forward.
+    arguments = len(inspect.signature(type(module).forward).parameters) - 1
+    return "sure" if (activations or functions) and arguments <= 2 else "maybe"
 
 
 def _verify_glu(module: nn.Module, generator: torch.Generator) -> Found:

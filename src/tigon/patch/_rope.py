@@ -82,13 +82,14 @@ def rotary_functions(forward: Callable[..., Any]) -> dict[str, Any]:
 @functools.cache
 def verify(function: Any) -> Found:
     """What a rotary function computes; raises Refused when no candidate does."""
-    parameters = _signature(function)
-    names = [parameter.name for parameter in parameters]
+    names = [parameter.name for parameter in _signature(function)]
     has_k = names[2] == "cos"
-    extra = parameters[names.index("sin") + 1 :]
-    if [parameter.name for parameter in extra] not in ([], ["unsqueeze_dim"]):
-        raise Refused(f"the rotary function takes {', '.join(parameter.name for parameter in extra)} too")
-    axes: tuple[int | None, ...] = (None,) if extra else (1, 2)
+    # position_ids is an argument that older functions take and do not use.
+    unknown = [name for name in names[names.index("sin") + 1 :] if name not in ("position_ids", "unsqueeze_dim")]
+    if unknown:
+        raise Refused(f"the rotary function takes {', '.join(unknown)} too")
+    says_axis = "unsqueeze_dim" in names
+    axes: tuple[int | None, ...] = (None,) if says_axis else (1, 2)
     candidates = [
         RopeSettings(layout, tables, first_half, axis, keeps, has_k)
         for (layout, tables, first_half), axis, keeps in itertools.product(_CANDIDATES, axes, (False, True))
@@ -96,7 +97,7 @@ def verify(function: Any) -> Found:
     with _probe.laboratory() as generator:
         for case in itertools.product((1, 2), (16, 8), (1, 2)):
             candidates = _surviving(function, candidates, generator, *case)
-        if not any(_runs(function, has_k, extra, generator, axis, width) for axis in (1, 2) for width in (16, 8)):
+        if not any(_runs(function, has_k, says_axis, generator, axis, width) for axis in (1, 2) for width in (16, 8)):
             raise Refused("the rotary function does not take [B, H, S, D] and [B, S, D]")
         if not candidates:
             raise Refused("the rotary function is none of the known rotations")
@@ -122,15 +123,15 @@ def _draw(generator: torch.Generator, axis: int, width: int, batch: int) -> list
     return [q, k, *(torch.randn(batch, 6, width, generator=generator) for _ in range(2))]
 
 
-def _native(function: Any, tensors: list[Tensor], has_k: bool, extra: Any, axis: int) -> tuple[Any, ...]:
+def _native(function: Any, tensors: list[Tensor], has_k: bool, says_axis: bool, axis: int) -> tuple[Any, ...]:
     q, k, cos, sin = tensors
-    y = function(*((q, k) if has_k else (q,)), cos, sin, **({"unsqueeze_dim": axis} if extra else {}))
+    y = function(*((q, k) if has_k else (q,)), cos, sin, **({"unsqueeze_dim": axis} if says_axis else {}))
     return tuple(y) if has_k else (y,)
 
 
-def _runs(function: Any, has_k: bool, extra: Any, generator: torch.Generator, axis: int, width: int) -> bool:
+def _runs(function: Any, has_k: bool, says_axis: bool, generator: torch.Generator, axis: int, width: int) -> bool:
     try:
-        _native(function, _draw(generator, axis, width, 2), has_k, extra, axis)
+        _native(function, _draw(generator, axis, width, 2), has_k, says_axis, axis)
     except Exception:
         return False
     return True
@@ -141,15 +142,15 @@ def _surviving(
 ) -> list[RopeSettings]:
     """Candidates that agree wherever the function runs; sizes that it does not take say nothing."""
     has_k = bool(candidates) and candidates[0].has_k
-    extra = bool(candidates) and candidates[0].heads is None
+    says_axis = bool(candidates) and candidates[0].heads is None
     tensors = _draw(generator, axis, width, batch)
     upstream = [torch.randn(t.shape, generator=generator) for t in tensors[:2]]
     for x_dtype, table_dtype in _DTYPES:
         inputs = [t.to(x_dtype if i < 2 else table_dtype) for i, t in enumerate(tensors)]
         leaves = [t.detach().clone().requires_grad_() for t in inputs[: 1 + has_k]]
         try:
-            native = _native(function, [*leaves, *inputs[1 + has_k :]], has_k, extra, axis)
-            exact = _native(function, [t.float() for t in inputs], has_k, extra, axis)
+            native = _native(function, [*leaves, *inputs[1 + has_k :]], has_k, says_axis, axis)
+            exact = _native(function, [t.float() for t in inputs], has_k, says_axis, axis)
             ups = [u.to(y.dtype) for u, y in zip(upstream, native, strict=False)]
             wanted = torch.autograd.grad(native, leaves, ups)
         except Exception:
@@ -179,27 +180,32 @@ def _surviving(
 
 
 def replacement(native: Any, settings: RopeSettings) -> Callable[..., Any]:
-    """A function with the arguments of `native` that runs the kernel where it fits."""
+    """A function called like `native` that runs the kernel where it fits, and `native` elsewhere."""
     parameters = _signature(native)
-    default = parameters[-1].default if settings.heads is None else settings.heads
+    names = tuple(parameter.name for parameter in parameters)
+    defaults = tuple(None if parameter.default is parameter.empty else parameter.default for parameter in parameters)
+    num_tensors = names.index("sin") + 1
 
-    def fused(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, axis: int) -> Any:
-        if q.dim() == 4 and cos.dim() == 3 and axis in (1, 2) and _is_plain(q, k, cos, sin):
-            return settings.call(rope, q, k, cos, sin, axis)
-        tensors = (q, cos, sin) if k is None else (q, k, cos, sin)
-        return native(*tensors) if settings.heads is not None else native(*tensors, unsqueeze_dim=axis)
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        values = [*args, *(kwargs.get(n, d) for n, d in zip(names[len(args) :], defaults[len(args) :], strict=False))]
+        given = dict(zip(names, values, strict=False))
+        tensors = values[:num_tensors]
+        axis = given["unsqueeze_dim"] if settings.heads is None else settings.heads
+        fits = (
+            all(name in given for name in kwargs)
+            and all(isinstance(t, Tensor) for t in tensors)
+            and tensors[0].dim() == 4
+            and tensors[-1].dim() == 3
+            and axis in (1, 2)
+            and given.get("position_ids") is None
+            and _is_plain(*tensors)
+        )
+        if not fits:
+            return native(*args, **kwargs)
+        q, k = (tensors[0], tensors[1]) if settings.has_k else (tensors[0], None)
+        return settings.call(rope, q, k, tensors[-2], tensors[-1], axis)
 
-    def two(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = default) -> Any:
-        return fused(q, k, cos, sin, unsqueeze_dim)
-
-    def one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = default) -> Any:
-        return fused(x, None, cos, sin, unsqueeze_dim)
-
-    function = two if settings.has_k else one
-    names = [parameter.name for parameter in parameters]
-    code = function.__code__
-    renamed = code.replace(co_varnames=(*names, *code.co_varnames[len(names) :]))
-    return types.FunctionType(renamed, function.__globals__, "rope", function.__defaults__, function.__closure__)
+    return rotate
 
 
 @functools.cache

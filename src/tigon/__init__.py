@@ -5,18 +5,36 @@ __version__ = "0.1.0"
 import importlib
 from typing import Any
 
-from .ops import OPS, NormResidual, backend, current_backend, geglu, glu, layer_norm, rms_norm, rope, swiglu, why_not
+from .ops import (
+    OPS,
+    CrossEntropyOutput,
+    NormResidual,
+    backend,
+    cross_entropy,
+    current_backend,
+    geglu,
+    glu,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+    swiglu,
+    why_not,
+)
 
 __all__ = [
     "OPS",
+    "CrossEntropyOutput",
     "NormResidual",
     "Report",
     "__version__",
     "backend",
+    "cross_entropy",
     "current_backend",
     "geglu",
     "glu",
     "layer_norm",
+    "linear_cross_entropy",
     "patch",
     "rms_norm",
     "rope",

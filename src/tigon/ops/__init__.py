@@ -1,16 +1,21 @@
 """The operators. Each file holds one: reference, kernels, launchers, autograd, public function."""
 
 from ._op import OPS, Op, backend, current_backend, why_not
+from .cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
 from .glu import geglu, geglu_reference, glu, glu_reference, swiglu, swiglu_reference
 from .layer_norm import layer_norm, layer_norm_reference
+from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
 from .rope import rope, rope_reference
 
 __all__ = [
     "OPS",
+    "CrossEntropyOutput",
     "NormResidual",
     "Op",
     "backend",
+    "cross_entropy",
+    "cross_entropy_reference",
     "current_backend",
     "geglu",
     "geglu_reference",
@@ -18,6 +23,8 @@ __all__ = [
     "glu_reference",
     "layer_norm",
     "layer_norm_reference",
+    "linear_cross_entropy",
+    "linear_cross_entropy_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",

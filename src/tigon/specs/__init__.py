@@ -7,7 +7,7 @@ from ._spec import Case, Cost, Make, Mutation, OpSpec
 __all__ = ["Case", "Cost", "Make", "Mutation", "OpSpec", "all_specs"]
 
 # One module each, in the order in which they are shown.
-NAMES = ("rms_norm", "layer_norm", "glu", "swiglu", "geglu", "rope")
+NAMES = ("rms_norm", "layer_norm", "glu", "swiglu", "geglu", "rope", "cross_entropy", "linear_cross_entropy")
 
 
 def all_specs() -> dict[str, OpSpec]:

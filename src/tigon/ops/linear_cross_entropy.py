@@ -1,0 +1,655 @@
+"""Cross entropy of a linear projection, without ever holding all of its logits.
+
+    logits = (hidden @ weight.T + bias) * logit_scale
+    loss   = cross_entropy(logits, labels, ...)                         (softcap, smoothing, z-loss as there)
+
+Gradient, with dlogits that of cross_entropy times logit_scale:
+
+    dhidden = dlogits @ weight,   dweight = dlogits.T @ hidden,   dbias = sum over rows of dlogits
+
+Rows are taken in chunks: the logits of one chunk are computed, turned into dlogits in place, and multiplied into
+the gradients before the next chunk overwrites them. For a scalar loss that happens in forward, up to the upstream
+gradient, which backward multiplies in; for losses of rows backward computes the logits again.
+
+M rows (all leading axes), D hidden size, V classes. Saved for backward: the inputs, 8 bytes a row, and for a
+scalar loss the gradients.   Source: Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989
+(chunks with the gradient in forward).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._check import require, require_floating, require_same_device
+from ._launch import as_rows, cdiv, launch
+from ._op import define, op, runs_reference
+from ._triton import tl, triton
+from .cross_entropy import (
+    CrossEntropyOutput,
+    Reduction,
+    checked_labels,
+    cross_entropy_reference,
+    launch_rows,
+    mean_divisors,
+    reduce_rows,
+    require_options,
+    stand_in_labels,
+    wide_dtype,
+)
+
+# ---- reference ----
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    class_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    logit_scale: float | None = None,
+    return_z_loss: bool = False,
+    max_logits_bytes: int | None = None,
+) -> Tensor | CrossEntropyOutput:
+    # What an ignored row holds must not reach dweight, where 0 * inf is NaN.
+    hidden = hidden.masked_fill((labels == ignore_index).unsqueeze(-1), 0.0)
+    logits = F.linear(hidden, weight, bias)
+    if logit_scale is not None:
+        logits = logits.to(wide_dtype(logits.dtype)) * logit_scale
+    return cross_entropy_reference(
+        logits,
+        labels,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        class_weight=class_weight,
+        reduction=reduction,
+        num_items=num_items,
+        return_z_loss=return_z_loss,
+    )
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
+    """One program per BLOCK elements, multiplied in place by a scalar on the device; nothing to do if that is 1."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < num_elements
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(x_ptr + offsets, x * factor, mask=mask)
+
+
+# ---- operators ----
+
+_SCALE_BLOCK = 8192
+# Rows of a chunk are a multiple of this where they can be: the height of a tile of a matrix product.
+_TILE_ROWS = 128
+# Bytes of logits at once where the caller names none; without a kernel, logits whose fp32 intermediates exist at once.
+_LOGITS_BYTES, _CPU_LOGITS_BYTES = 1 << 30, 64 << 20
+_SLICE_LOGITS, _CPU_SLICE_LOGITS = 1 << 25, 1 << 20
+
+
+def _row_stride(num_classes: int, device: torch.device) -> int:
+    """Elements between rows of the logits: a multiple of 16 on accelerators, which their matrix products need."""
+    return num_classes if device.type == "cpu" else cdiv(num_classes, 16) * 16
+
+
+def _chunk_rows(num_rows: int, row_bytes: int, max_bytes: int) -> int:
+    """Rows of a chunk: as few chunks as `max_bytes` allows, and these about equal."""
+    fit = max_bytes // row_bytes
+    if fit >= num_rows:
+        return num_rows
+    step = _TILE_ROWS if fit >= _TILE_ROWS else 1
+    num_chunks = cdiv(num_rows, fit // step * step)
+    return cdiv(cdiv(num_rows, num_chunks), step) * step
+
+
+def _fill_rows(
+    logits: Tensor,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    ce: Tensor | None,
+    squares: Tensor | None,
+    stats: Tensor,
+    dce: Tensor | None,
+    dsquares: Tensor | None,
+    dlogits: Tensor | None,
+    z_loss: float,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    scale: float | None,
+) -> None:
+    """What `launch_rows` does, in torch and in the dtype of `stats`."""
+    num_classes = logits.shape[-1]
+    wide = stats.dtype
+    valid, y, poison = stand_in_labels(labels, num_classes, ignore_index, wide)
+    confidence, smoothing = 1.0 - label_smoothing, label_smoothing / num_classes
+    w = None if class_weight is None else class_weight.to(wide)
+    label_weight = confidence if w is None else confidence * w[y].unsqueeze(-1)
+    smooth_weight = label_smoothing if w is None else smoothing * w.sum()
+    z = logits.masked_fill(~valid.unsqueeze(-1), 0.0).to(wide)
+    if scale is not None:
+        z *= scale
+    slope = 1.0 if scale is None else scale
+    if softcap is not None:
+        t = torch.tanh_(z.div_(softcap))
+        slope = (1 - t.square()).mul_(slope)
+        z = t.mul_(softcap)
+    if ce is not None:
+        peak = z.amax(-1, keepdim=True)
+        log_sum = (z - peak).exp_().sum(-1, keepdim=True).log_()
+        peak = peak * poison.unsqueeze(-1)
+    else:
+        peak, log_sum = stats[:, :1], stats[:, 1:]
+    z -= peak
+    z -= log_sum
+    lse = peak + log_sum
+    if ce is not None:
+        rows_ce = -label_weight * z.gather(-1, y.unsqueeze(-1))
+        if label_smoothing:
+            rows_ce -= smoothing * (z if w is None else z * w).sum(-1, keepdim=True)
+        ce.copy_(rows_ce.squeeze(-1).masked_fill(~valid, 0.0))
+        stats.copy_(torch.cat((peak, log_sum), -1))
+        if z_loss:
+            squares.copy_((z_loss * lse.square()).squeeze(-1).masked_fill(~valid, 0.0))  # type: ignore[union-attr]
+    if dlogits is not None:
+        dce, dsquares = (None if t is None else t.to(wide).expand(labels.shape).unsqueeze(-1) for t in (dce, dsquares))
+        p_factor = dce * (label_weight + smooth_weight)
+        if z_loss:
+            p_factor = p_factor + dsquares * (2 * z_loss * lse)
+        dz = z.exp_().mul_(p_factor)
+        if label_smoothing:
+            dz -= dce * smoothing * (1.0 if w is None else w)
+        dz.scatter_add_(-1, y.unsqueeze(-1), -(dce * label_weight))
+        dlogits.copy_(dz.mul_(slope).masked_fill_(~valid.unsqueeze(-1), 0.0))
+
+
+def _accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """`total + a @ b`, in `total` if there is one; fp32 for 16-bit factors."""
+    wide = wide_dtype(a.dtype)
+    if a.dtype == wide:
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    if _has_wide_product(a):
+        if total is None:
+            return torch.mm(a, b, out_dtype=wide)
+        return torch.addmm(total, a, b, out_dtype=wide, out=total)
+    product = torch.mm(a, b)
+    return product.to(wide) if total is None else total.add_(product)
+
+
+_wide_product: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def _has_wide_product(a: Tensor) -> bool:
+    """True where torch adds a product of 16-bit matrices into an fp32 matrix; tried once, which waits for nothing."""
+    if a.device.type != "cuda":
+        return False
+    key = a.device, a.dtype
+    if key not in _wide_product:
+        x = a.new_zeros(16, 16)
+        total = x.to(torch.float32)
+        try:
+            torch.addmm(total, x, x, out_dtype=torch.float32, out=total)
+            _wide_product[key] = True
+        except (RuntimeError, TypeError, NotImplementedError):
+            _wide_product[key] = False
+    return _wide_product[key]
+
+
+def _part(rows: Tensor | None, start: int, end: int) -> Tensor | None:
+    return rows if rows is None or rows.dim() == 0 else rows[start:end]
+
+
+def _drive(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    ce: Tensor | None,
+    squares: Tensor | None,
+    stats: Tensor,
+    dce: Tensor | None,
+    dsquares: Tensor | None,
+    needs: Sequence[bool],
+    dtype: torch.dtype,
+    z_loss: float,
+    max_logits_bytes: int,
+    has_kernel: bool,
+    ignore_index: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """All chunks: fills `ce`, `squares`, `stats` where `ce` is given, and sums up the gradients that are needed."""
+    needs_dhidden, needs_dweight, needs_dbias = needs
+    device, (num_classes, width) = hidden.device, weight.shape
+    is_cpu = device.type == "cpu"
+    rows, labels = as_rows(hidden), labels.reshape(-1)
+    num_rows = rows.shape[0]
+    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+    dhidden = hidden.new_empty(hidden.shape if needs_dhidden else (0,))
+    total = dbias = None
+    # Views of one element a row, cut like the rows.
+    per_row = [
+        None if t is None else t.reshape(-1) if t.dim() else t
+        for t in (ce, squares if z_loss else None, dce, dsquares if z_loss else None)
+    ]
+    stats = stats.view(-1, 2)
+
+    stride = _row_stride(num_classes, device)
+    step = _chunk_rows(num_rows, stride * dtype.itemsize, max_logits_bytes)
+    buffer = rows.new_empty((step, stride), dtype=dtype)[:, :num_classes]
+    slice_rows = max(1, (_CPU_SLICE_LOGITS if is_cpu else _SLICE_LOGITS) // num_classes)
+    # With one chunk there is nothing to add up, and the product can be rounded at once.
+    is_rounded_once = num_rows <= step and weight.dtype == dtype
+    has_ignored = not is_cpu or bool((labels == ignore_index).any())
+
+    for start in range(0, num_rows, max(step, 1)):
+        end = min(start + step, num_rows)
+        logits, h = buffer[: end - start], rows[start:end].to(dtype)
+        if b is None:
+            torch.mm(h, w.t(), out=logits)
+        else:
+            torch.addmm(b, h, w.t(), out=logits)
+        for i in range(start, end, end - start if has_kernel else slice_rows):
+            j = end if has_kernel else min(i + slice_rows, end)
+            part = logits[i - start : j - start]
+            part_ce, part_squares, part_dce, part_dsquares = (_part(t, i, j) for t in per_row)
+            (launch_rows if has_kernel else _fill_rows)(
+                part,
+                labels[i:j],
+                class_weight,
+                part_ce,
+                part_squares,
+                stats[i:j],
+                part_dce,
+                part_dsquares,
+                None if dce is None else part,
+                z_loss,
+                ignore_index,
+                *options,
+            )
+        if needs_dhidden:
+            out = dhidden.view(-1, width)[start:end]
+            if hidden.dtype == dtype:
+                torch.mm(logits, w, out=out)
+            else:
+                out.copy_(torch.mm(logits, w))
+        if needs_dweight:
+            if has_ignored:
+                # Whatever an ignored row holds must not meet its zeros: 0 * inf is NaN.
+                h = h.masked_fill((labels[start:end] == ignore_index).unsqueeze(-1), 0.0)
+            total = torch.mm(logits.t(), h) if is_rounded_once else _accumulate(total, logits.t(), h)
+        if needs_dbias:
+            part_sum = logits.sum(0, dtype=wide_dtype(dtype))
+            dbias = part_sum if dbias is None else dbias.add_(part_sum)
+    return dhidden, total, dbias
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The dtypes were settled outside, also those that autocast leaves alone and would change in a product."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _finished(total: Tensor | None, like: Tensor, is_needed: bool) -> Tensor:
+    """A gradient in the dtype of its input: zeros where there were no rows, without elements where not needed."""
+    if not is_needed:
+        return like.new_empty(0)
+    return like.new_zeros(like.shape) if total is None else total.to(like.dtype)
+
+
+def _gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, needs: Sequence[bool], settings: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_drive`, then the gradients in their dtypes, for which its buffer of logits makes room."""
+    with _without_autocast(hidden.device):
+        dhidden, dweight, dbias = _drive(hidden, weight, bias, *rest, needs, *settings)
+    b = weight[:, 0] if bias is None else bias
+    return dhidden, _finished(dweight, weight, needs[1]), _finished(dbias, b, needs[2])
+
+
+# Arguments that both operators pass on as they are, in the order of `_drive`.
+_SETTINGS = (
+    "bool[] needs, ScalarType dtype, float z_loss, SymInt max_logits_bytes, bool has_kernel,"
+    " int ignore_index, float label_smoothing, float? softcap, float? scale"
+)
+
+
+def _row_buffers(hidden: Tensor, labels: Tensor, dtype: torch.dtype, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    ce = hidden.new_empty(labels.shape, dtype=wide_dtype(dtype))
+    return ce, ce.new_empty(labels.shape if z_loss else (0,)), ce.new_empty((*labels.shape, 2))
+
+
+def _fake_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    b = weight[:, 0] if bias is None else bias
+    inputs = zip((hidden, weight, b), needs, strict=True)
+    return tuple(t.new_empty(t.shape if is_needed else (0,)) for t, is_needed in inputs)  # type: ignore[return-value]
+
+
+def _fake_fwd(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    dce: Tensor | None,
+    dsquares: Tensor | None,
+    needs: Sequence[bool],
+    dtype: torch.dtype,
+    z_loss: float,
+    *settings: Any,
+) -> tuple[Tensor, ...]:
+    gradients = _fake_gradients(hidden, weight, bias, needs if dce is not None else (False,) * 3)
+    return *_row_buffers(hidden, labels, dtype, z_loss), *gradients
+
+
+@define(
+    "linear_cross_entropy_fwd(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight,"
+    f" Tensor? dce, Tensor? dsquares, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_fwd,
+)
+def _fwd(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    dce: Tensor | None,
+    dsquares: Tensor | None,
+    needs: Sequence[bool],
+    dtype: torch.dtype,
+    z_loss: float,
+    *settings: Any,
+) -> tuple[Tensor, ...]:
+    rows = _row_buffers(hidden, labels, dtype, z_loss)
+    needs = needs if dce is not None else (False,) * 3
+    inputs, settings = (hidden, weight, bias, labels, class_weight), (dtype, z_loss, *settings)
+    return *rows, *_gradients(*inputs, *rows, dce, dsquares, needs=needs, settings=settings)
+
+
+def _fake_bwd(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    stats: Tensor,
+    dce: Tensor,
+    dsquares: Tensor | None,
+    needs: Sequence[bool],
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_gradients(hidden, weight, bias, needs)
+
+
+@define(
+    "linear_cross_entropy_bwd(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight,"
+    f" Tensor stats, Tensor dce, Tensor? dsquares, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_bwd,
+)
+def _bwd(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    stats: Tensor,
+    dce: Tensor,
+    dsquares: Tensor | None,
+    needs: Sequence[bool],
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = hidden, weight, bias, labels, class_weight
+    return _gradients(*inputs, None, None, stats, dce, dsquares, needs=needs, settings=settings)
+
+
+def _multiply_(x: Tensor, factor: Tensor, has_kernel: bool) -> None:
+    """`x *= factor`, a scalar tensor that stays on its device, with one rounding."""
+    if x.numel() == 0:
+        return
+    if has_kernel:
+        grid = (cdiv(x.numel(), _SCALE_BLOCK),)
+        launch(_scale_kernel, grid, x, factor, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=8)
+    elif x.device.type == "cpu":
+        if factor != 1:
+            x.mul_(factor.item())
+    else:
+        # In parts, because a 16-bit product with a scalar tensor would round the scalar first.
+        for part in x.view(-1).split(_SLICE_LOGITS):
+            part.copy_(part.to(factor.dtype) * factor)
+
+
+# ---- autograd ----
+
+
+class _RowLosses(torch.autograd.Function):
+    """Losses of rows: any upstream gradient is exact, because backward computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        class_weight: Tensor | None,
+        settings: tuple[Any, ...],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ce, squares, stats, *_ = _fwd(hidden, weight, bias, labels, class_weight, None, None, *settings)
+        ctx.save_for_backward(hidden, weight, bias, labels, class_weight, stats)
+        ctx.settings = settings
+        return (ce, squares) if settings[2] else ce
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dce: Tensor, dsquares: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        gradients = _bwd(*ctx.saved_tensors, dce, dsquares, *ctx.settings)
+        wanted = (g if is_needed else None for g, is_needed in zip(gradients, ctx.settings[0], strict=True))
+        return *wanted, None, None, None
+
+
+class _ScalarLoss(torch.autograd.Function):
+    """A mean or a sum: forward computes the gradients for an upstream gradient of 1, backward multiplies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        class_weight: Tensor | None,
+        divisor: Tensor,
+        squares_divisor: Tensor | None,
+        returns_z_loss: bool,
+        settings: tuple[Any, ...],
+    ) -> Tensor | tuple[Tensor, ...]:
+        inputs = hidden, weight, bias, labels, class_weight
+        # None where it is the divisor: a compiler refuses the same tensor twice.
+        squares_divisor = divisor if squares_divisor is None else squares_divisor
+        factors = divisor.reciprocal(), squares_divisor.reciprocal()
+        ce, squares, stats, *gradients = _fwd(*inputs, *factors, *settings)
+        ctx.settings = settings
+        ctx.is_traced = torch.compiler.is_compiling()
+        if ctx.is_traced:
+            ctx.save_for_backward(*gradients)
+        else:
+            # Not saved tensors: backward takes them out, so that nothing else holds them when it hands them over.
+            ctx.gradients = gradients
+            ctx.save_for_backward(*inputs, stats, *factors)
+            ctx.set_materialize_grads(False)
+        out = reduce_rows(ce, squares if settings[2] else None, (divisor, squares_divisor), "sum", returns_z_loss)
+        return tuple(out) if returns_z_loss else out  # type: ignore[return-value]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor | None, dz_loss: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if ctx.is_traced:
+            gradients = [(g.to(dloss.dtype) * dloss).to(g.dtype) for g in ctx.saved_tensors]  # type: ignore[union-attr]
+        elif ctx.gradients is not None and dz_loss is None:
+            gradients, ctx.gradients = ctx.gradients, None
+            for gradient in gradients:
+                _multiply_(gradient, dloss, ctx.settings[4])
+        else:
+            # The z-loss alone has a gradient too, or this is not the first backward.
+            *inputs, stats, factor, squares_factor = ctx.saved_tensors
+            dloss = torch.zeros_like(factor) if dloss is None else dloss
+            dsquares = dloss if dz_loss is None else dloss + dz_loss
+            gradients = _bwd(*inputs, stats, dloss * factor, dsquares * squares_factor, *ctx.settings)
+        wanted = (g if is_needed else None for g, is_needed in zip(gradients, ctx.settings[0], strict=True))
+        return *wanted, None, None, None, None, None, None
+
+
+# ---- public ----
+
+
+def _matmul_dtype(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """The dtype in which `F.linear` would multiply, autocast included.
+
+    Raises:
+        ValueError: the dtypes differ and autocast does not make them one.
+    """
+    device = hidden.device.type
+    cast = None
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        cast = torch.get_autocast_dtype(device)
+
+    def used(t: Tensor) -> torch.dtype:
+        return t.dtype if cast is None or t.dtype == torch.float64 else cast
+
+    for argument, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            require(used(tensor) == used(hidden), name, argument, f"dtype {hidden.dtype} of hidden", tensor.dtype)
+    return used(hidden)
+
+
+def _supports(hidden: Tensor, weight: Tensor | None = None, labels: Tensor | None = None, **_: Any) -> list[str]:
+    return ["float64 is computed in plain torch"] if hidden.dtype == torch.float64 else []
+
+
+@op(reference=linear_cross_entropy_reference, supports=_supports)
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    class_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    logit_scale: float | None = None,
+    return_z_loss: bool = False,
+    max_logits_bytes: int | None = None,
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy of `hidden @ weight.T` against `labels`, without storing the logits.
+
+        loss = cross_entropy(F.linear(hidden, weight, bias) * logit_scale, labels, ...)     # the reference, in one line
+
+    Args:
+        hidden: `[..., D]`, floating point, any strides.
+        weight: `[V, D]`, same dtype as `hidden`, or cast with it by autocast.
+        labels: `[...]`, any integer dtype.
+        bias: `[V]`, same dtype as `weight`, or None.
+        ignore_index: rows with this label add exactly 0 to the loss and to all gradients, whatever they hold.
+        label_smoothing: weight of the uniform distribution in the target, as in `F.cross_entropy`.
+        z_loss: factor of the squared log-sum-exp of each row, which is added to the loss.
+        softcap: logits become `softcap * tanh(logits / softcap)`, after `logit_scale`; None leaves them.
+        class_weight: `[V]`, factor of each class as `weight` of `F.cross_entropy`; gets no gradient.
+        reduction: "mean" divides the cross entropy by the summed weight of the labels that are not ignored and
+            the z-loss by their number; "sum" and "none" divide by nothing.
+        num_items: replaces both divisors of "mean", for a batch that is part of a larger one: an int or a tensor
+            of one element on any device.
+        logit_scale: factor of the logits; None leaves them.
+        return_z_loss: return the z-loss too.
+        max_logits_bytes: most bytes of logits that exist at once, None for 1 GiB on accelerators and 64 MiB on a
+            CPU. Fewer chunks are faster; the result does not depend on it but for rounding.
+
+    Returns:
+        Scalar fp32 (fp64 for fp64 inputs), or `[...]` for reduction "none"; with `return_z_loss` the named tuple
+        `(loss, z_loss)`, whose loss contains the z-loss. A divisor of 0 gives loss 0 and gradients 0.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options disagree, or one row of logits exceeds `max_logits_bytes`.
+            A label that is neither a class nor `ignore_index` raises on a CPU; on a GPU the loss of its row and
+            the gradients it enters are NaN, and TIGON_DEBUG=1 raises.
+
+    Numerics: logits in the dtype of the product, statistics and losses in fp32; `dweight` and `dbias` add up over
+              chunks in fp32 and are rounded once to the dtype of their input.
+    Memory:   `max_logits_bytes`, the gradients, and an fp32 copy of `dweight` while 16-bit chunks add up.
+              A mean or a sum takes three matrix products. A fourth, of logits computed again in backward, is the
+              price of reduction "none", of fp16 (whose range needs the loss scale before rounding), of an
+              upstream gradient for the returned z-loss, and of a second backward.
+    Differs from the reference: never in formula; order of summation over V and over rows.
+    Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
+    """
+    name = "linear_cross_entropy"
+    require_floating(name, hidden=hidden, weight=weight, bias=bias)
+    require(weight.dim() == 2, name, "weight", "two axes", f"shape {tuple(weight.shape)}")
+    num_classes, width = weight.shape
+    require(hidden.dim() >= 1, name, "hidden", "at least one axis", "a scalar")
+    require(hidden.shape[-1] == width, name, "hidden", f"last axis {width}", f"shape {tuple(hidden.shape)}")
+    if bias is not None:
+        require(bias.shape == (num_classes,), name, "bias", f"shape ({num_classes},)", tuple(bias.shape))
+    rows = hidden.shape[:-1]
+    require_options(name, labels, rows, num_classes, label_smoothing, softcap, class_weight, reduction, num_items)
+    is_number = logit_scale is None or isinstance(logit_scale, (int, float))
+    require(is_number, name, "logit_scale", "a number or None", type(logit_scale).__name__)
+    require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias, class_weight=class_weight)
+    dtype = _matmul_dtype(name, hidden, weight, bias)
+    if max_logits_bytes is None:
+        max_logits_bytes = _CPU_LOGITS_BYTES if hidden.device.type == "cpu" else _LOGITS_BYTES
+    row_bytes = _row_stride(num_classes, hidden.device) * dtype.itemsize
+    expected = f"at least {row_bytes}, one row of logits"
+    require(max_logits_bytes >= row_bytes, name, "max_logits_bytes", expected, max_logits_bytes)
+    labels = checked_labels(name, labels, num_classes, ignore_index)
+
+    has_kernel = not runs_reference(name, hidden)
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
+    scale = None if logit_scale is None else float(logit_scale)
+    settings = needs, dtype, z_loss, max_logits_bytes, has_kernel, ignore_index, label_smoothing, softcap, scale
+    wide = wide_dtype(dtype)
+    divisors = mean_divisors(labels, class_weight, ignore_index, num_items, wide) if reduction == "mean" else None
+    inputs = hidden, weight, bias, labels, class_weight
+    returns_z_loss = return_z_loss and z_loss != 0
+    # A compiled graph asks for the gradient of every output, so that the one of the z-loss would be known late.
+    is_late = reduction == "none" or dtype == torch.float16 or (returns_z_loss and torch.compiler.is_compiling())
+    if any(needs) and not is_late:
+        divisor, squares_divisor = divisors or (labels.new_ones((), dtype=wide), None)
+        squares_divisor = None if squares_divisor is divisor else squares_divisor
+        out = _ScalarLoss.apply(*inputs, divisor, squares_divisor, returns_z_loss, settings)
+        if returns_z_loss:
+            return CrossEntropyOutput(*out)
+        return CrossEntropyOutput(out, torch.zeros_like(out)) if return_z_loss else out
+    if any(needs):
+        out = _RowLosses.apply(*inputs, settings)
+        ce, squares = out if z_loss else (out, None)
+    else:
+        ce, squares, *_ = _fwd(*inputs, None, None, *settings)
+        squares = squares if z_loss else None
+    return reduce_rows(ce, squares, divisors, reduction, return_z_loss)

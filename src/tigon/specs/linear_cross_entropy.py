@@ -1,0 +1,124 @@
+"""Cases of `linear_cross_entropy`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.linear_cross_entropy import linear_cross_entropy_reference
+from ._spec import Case, Cost, Make, Mutation, OpSpec
+from .cross_entropy import draw_class_weight, draw_labels
+
+
+def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
+    dtype = torch.float32 if case.sizes.get("fp32") else None
+    return {
+        "hidden": make.randn(case.M, case.D, dtype=dtype),
+        "weight": make.randn(case.V, case.D, scale=2.0 * case.D**-0.5, dtype=dtype),
+        "labels": draw_labels(case, make),
+        "bias": make.randn(case.V, scale=3.0, dtype=dtype) if case.sizes.get("bias") else None,
+        "class_weight": draw_class_weight(case, make),
+    }
+
+
+def _cost(case: Case, itemsize: int) -> Cost:
+    # Logits that stay within a chunk need not cross memory; a gradient of 1 leaves nothing to do in backward.
+    product = 2 * case.M * case.D * case.V
+    return Cost(
+        forward_bytes=2 * (case.M + case.V) * case.D * itemsize + 20 * case.M,
+        backward_bytes=4,
+        forward_flops=3 * product,
+    )
+
+
+def _no_bias(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, **options: Any) -> Any:
+    bias = None if bias is None else 0 * bias
+    return linear_cross_entropy_reference(hidden, weight, labels, bias=bias, **options)
+
+
+def _cap_before_scale(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    **options: Any,
+) -> Any:
+    if softcap is not None and logit_scale is not None:
+        softcap = softcap * logit_scale
+    return linear_cross_entropy_reference(hidden, weight, labels, softcap=softcap, logit_scale=logit_scale, **options)
+
+
+def _no_scale(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, logit_scale: float | None = None, **options: Any
+) -> Any:
+    return linear_cross_entropy_reference(hidden, weight, labels, **options)
+
+
+def _no_smoothing(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, **options: Any
+) -> Any:
+    return linear_cross_entropy_reference(hidden, weight, labels, **options)
+
+
+def _dweight_of_last_chunk(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
+    if not weight.requires_grad or labels.shape[0] < 2:
+        return linear_cross_entropy_reference(hidden, weight, labels, **options)
+    last = torch.arange(labels.shape[0], device=labels.device) >= labels.shape[0] // 2
+    ones = torch.ones_like(weight)
+    # The product rule: rows before the last chunk see a weight without a gradient.
+    both = torch.cat((hidden * last.unsqueeze(-1), hidden * ~last.unsqueeze(-1)), -1)
+    return linear_cross_entropy_reference(both, torch.cat((weight, weight.detach() * ones), -1), labels, **options)
+
+
+def _chunks_averaged(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
+    half = labels.shape[0] // 2
+    if options.get("reduction", "mean") != "mean" or options.get("return_z_loss") or half == 0:
+        return linear_cross_entropy_reference(hidden, weight, labels, **options)
+    first = linear_cross_entropy_reference(hidden[:half], weight, labels[:half], **options)
+    return 0.5 * (first + linear_cross_entropy_reference(hidden[half:], weight, labels[half:], **options))
+
+
+SPEC = OpSpec(
+    name="linear_cross_entropy",
+    cases=(
+        Case("odd", {"M": 37, "D": 48, "V": 300}),
+        Case("chunks", {"M": 37, "D": 32, "V": 129, "bias": 1}, {"max_logits_bytes": 10 * 129 * 4}),
+        Case("one_class", {"M": 5, "D": 16, "V": 1}),
+        Case("one_row", {"M": 1, "D": 8, "V": 130}),
+        Case("blocks", {"M": 3, "D": 16, "V": 8200}, {"reduction": "sum"}),
+        Case("rows", {"M": 17, "D": 24, "V": 65}, {"reduction": "none", "max_logits_bytes": 4 * 65 * 4}),
+        Case("smoothing", {"M": 9, "D": 16, "V": 130, "bias": 1}, {"label_smoothing": 0.1}),
+        Case(
+            "class_weight",
+            {"M": 19, "D": 16, "V": 33, "class_weight": 1},
+            {"label_smoothing": 0.1, "max_logits_bytes": 5 * 33 * 4},
+        ),
+        Case("z_loss", {"M": 9, "D": 16, "V": 70}, {"z_loss": 1e-2, "return_z_loss": True}),
+        Case("softcap_scale", {"M": 9, "D": 16, "V": 200}, {"softcap": 2.0, "logit_scale": 0.5}),
+        Case("num_items", {"M": 9, "D": 16, "V": 31}, {"num_items": 100, "z_loss": 1e-3}),
+        Case("all_ignored", {"M": 5, "D": 16, "V": 40, "bias": 1, "all_ignored": 1}),
+        Case("fp32", {"M": 8, "D": 64, "V": 128, "fp32": 1}),
+        Case("llama_8b", {"M": 8192, "D": 4096, "V": 128256}, models_only=True),
+        Case("llama_8b_long", {"M": 32768, "D": 4096, "V": 128256}, models_only=True),
+        Case("softcap_256000", {"M": 8192, "D": 2304, "V": 256000}, {"softcap": 30.0}, models_only=True),
+        Case("small_151936", {"M": 8192, "D": 1024, "V": 151936}, models_only=True),
+    ),
+    inputs=_inputs,
+    differentiable=("hidden", "weight", "bias"),
+    empty=Case("empty", {"M": 0, "D": 8, "V": 64, "bias": 1}),
+    cost=_cost,
+    mutations=(
+        Mutation("bias left out", _no_bias),
+        Mutation("cap before scale", _cap_before_scale),
+        Mutation("scale ignored", _no_scale),
+        Mutation("label smoothing ignored", _no_smoothing),
+        Mutation("dweight of the last chunk alone", _dweight_of_last_chunk),
+        Mutation("mean of the means of chunks", _chunks_averaged),
+    ),
+    # fp32 launches what fp16 does not: its gradients wait for the upstream gradient instead of being multiplied.
+    compile_cases=("llama_8b", "softcap_256000", "fp32", "softcap_scale", "class_weight", "z_loss"),
+)

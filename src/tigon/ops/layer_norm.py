@@ -523,7 +523,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     require(x.dim() >= 1, name, "x", "at least one axis", "a scalar")
     for argument, t in (("weight", weight), ("bias", bias)):
         if t is not None:
-            require(t.shape == x.shape[-1:], name, argument, f"shape ({x.shape[-1]},)", tuple(t.shape))
+            require(t.shape == x.shape[-1:], name, argument, f"shape {tuple(x.shape[-1:])}", tuple(t.shape))
     require_same_device(name, x=x, weight=weight, bias=bias)
     if runs_reference(name, x, weight, bias):
         return layer_norm_reference(x, weight, bias, eps=eps)

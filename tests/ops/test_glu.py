@@ -1,0 +1,248 @@
+"""What the generic checks cannot say of `glu`, `swiglu` and `geglu`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tigon
+from tigon.ops.glu import _MAX_COLS, ACTIVATIONS, _as_matrices, _blocks, glu_reference
+
+# `tigon.ops.glu` as an attribute is the function.
+module = importlib.import_module("tigon.ops.glu")
+
+
+def _run(
+    function: Callable[..., Tensor], *tensors: Tensor, upstream: Tensor | None = None, **options: Any
+) -> tuple[Tensor, ...]:
+    """The output, then the gradient of each of `tensors`; the gradient of the sum without an `upstream`."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = function(*leaves, **options)
+    y.sum().backward() if upstream is None else y.backward(upstream)
+    return y.detach(), *(t.grad for t in leaves)
+
+
+def _assert_same(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> None:
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture
+def launches() -> Iterator[list[dict[str, Any]]]:
+    """Constants of each launch, and its tensors as "args"."""
+    made: list[dict[str, Any]] = []
+    launch = module.launch
+
+    def spy(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        made.append({"args": args, **constants})
+        launch(kernel, grid, *args, **constants)
+
+    with mock.patch.object(module, "launch", spy):
+        yield made
+
+
+@pytest.mark.parametrize("num_cols", [1, 3, 17, 127, 129, 1023, 1024, 1025, 46336, 65537, 131072])
+def test_any_number_of_columns(num_cols: int, device: torch.device) -> None:
+    gate, up, dy = (torch.randn(2, num_cols, device=device) for _ in range(3))
+    expected = _run(glu_reference, gate, up, upstream=dy)
+    packed = torch.cat([gate, up], -1)
+    for actual in (
+        _run(tigon.swiglu, gate, up, upstream=dy),
+        (lambda y, d: (y, *d.chunk(2, -1)))(*_run(tigon.swiglu, packed, upstream=dy)),
+    ):
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def _layouts(device: torch.device) -> Iterator[Any]:
+    draw = lambda *shape: torch.randn(*shape, device=device)  # noqa: E731
+    yield "chunk", draw(2, 5, 14).chunk(2, -1)
+    yield "transposed", (draw(7, 5, 2).transpose(0, 2), draw(2, 7, 5).transpose(1, 2))
+    yield "expanded rows", (draw(1, 5, 7).expand(2, 5, 7), draw(2, 1, 7).expand(2, 5, 7))
+    yield "expanded columns", (draw(2, 5, 1).expand(2, 5, 7), draw(1, 1, 1).expand(2, 5, 7))
+    yield "every second", (draw(2, 10, 7)[:, ::2], draw(2, 5, 14)[..., ::2])
+    yield "one axis", (draw(7), draw(14)[::2])
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_any_strides_give_the_bits_of_the_contiguous_copy(name: str, device: torch.device) -> None:
+    function = getattr(tigon, name)
+    for layout, (gate, up) in _layouts(device):
+        shape = gate.shape
+        transposed = torch.randn(tuple(reversed(shape)), device=device).permute(*reversed(range(len(shape))))
+        for upstream in (None, transposed):
+            strided = _run(function, gate, up, upstream=upstream)
+            dense = None if upstream is None else upstream.contiguous()
+            _assert_same(strided, _run(function, gate.contiguous(), up.contiguous(), upstream=dense))
+        assert strided[0].is_contiguous(), layout
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_packed_equals_split(activation: str, gate_first: bool, device: torch.device) -> None:
+    packed, dy = torch.randn(3, 4, 26, device=device), torch.randn(3, 4, 13, device=device)
+    first, second = packed.chunk(2, -1)
+    gate, up = (first, second) if gate_first else (second, first)
+    y, dgate, dup = _run(tigon.glu, gate, up, upstream=dy, activation=activation)
+    halves = (dgate, dup) if gate_first else (dup, dgate)
+    actual = _run(tigon.glu, packed, upstream=dy, activation=activation, gate_first=gate_first)
+    _assert_same(actual, (y, torch.cat(halves, -1)))
+
+
+def test_packed_halves_are_read_and_written_in_place(launches: list[dict[str, Any]], device: torch.device) -> None:
+    packed = torch.randn(3, 4, 32, device=device, requires_grad=True)
+    tigon.swiglu(packed, gate_first=False).sum().backward()
+    forward, backward = launches
+    item = packed.element_size()
+    assert [t.data_ptr() - packed.data_ptr() for t in forward["args"][:2]] == [16 * item, 0]
+    gate, up, _, dgate, dup = backward["args"][:5]
+    assert [t.data_ptr() - packed.data_ptr() for t in (gate, up)] == [16 * item, 0]
+    assert dgate.data_ptr() - dup.data_ptr() == 16 * item
+    assert packed.grad.is_contiguous()
+
+
+def test_only_what_is_needed_is_computed(launches: list[dict[str, Any]], device: torch.device) -> None:
+    gate, up = torch.randn(3, 7, device=device), torch.randn(3, 7, device=device)
+    _, dgate, dup = _run(tigon.swiglu, gate, up)
+    launches.clear()
+    for wanted, expected in (((True, False), dgate), ((False, True), dup)):
+        leaves = [t.clone().requires_grad_(w) for t, w in zip((gate, up), wanted, strict=True)]
+        tigon.swiglu(*leaves).sum().backward()
+        assert (launches[-1]["NEEDS_DGATE"], launches[-1]["NEEDS_DUP"]) == wanted
+        assert [t.grad is not None for t in leaves] == list(wanted)
+        assert torch.equal(next(t.grad for t in leaves if t.grad is not None), expected)
+    launches.clear()
+    with torch.no_grad():
+        tigon.swiglu(gate.requires_grad_(), up)
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_forms_of_gelu_are_not_mixed_up(approximate: str, backend: str, device: torch.device) -> None:
+    gate = torch.linspace(-6, 6, 500, device=device)[None]
+    up = torch.ones_like(gate)
+    other = "none" if approximate == "tanh" else "tanh"
+    with tigon.backend(backend):
+        y = tigon.geglu(gate, up, approximate=approximate)
+    assert (y - F.gelu(gate, approximate=approximate)).abs().max() < 2e-6
+    assert 4e-4 < (y - F.gelu(gate, approximate=other)).abs().max() < 5e-4
+
+
+def test_defaults_are_silu_and_the_tanh_form(device: torch.device) -> None:
+    gate, up = torch.randn(5, 9, device=device), torch.randn(5, 9, device=device)
+    assert torch.equal(tigon.glu(gate, up), tigon.glu(gate, up, activation="silu"))
+    assert torch.equal(tigon.swiglu(gate, up), tigon.glu(gate, up, activation="silu"))
+    assert torch.equal(tigon.geglu(gate, up), tigon.glu(gate, up, activation="gelu_tanh"))
+    assert torch.equal(tigon.geglu(gate, up, approximate="none"), tigon.glu(gate, up, activation="gelu"))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_saturated_gates_have_finite_gradients(activation: str, device: torch.device) -> None:
+    gate = torch.tensor([[-1e4, -100.0, -50.0, 0.0, 50.0, 100.0, 1e4]], device=device)
+    up = torch.full_like(gate, 2.0)
+    for actual, expected in zip(
+        _run(tigon.glu, gate, up, activation=activation),
+        _run(glu_reference, gate.double(), up.double(), activation=activation),
+        strict=True,
+    ):
+        assert actual.isfinite().all()
+        # Below the tolerance fp64 is not exact either: 1 - sigmoid(50) is zero in it.
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-20)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torch_backend_rounds_once(dtype: torch.dtype) -> None:
+    gate, up = torch.randn(40, 9).to(dtype), torch.randn(40, 9).to(dtype)
+    with tigon.backend("torch"):
+        y = tigon.swiglu(gate, up)
+    assert torch.equal(y, (F.silu(gate.float()) * up.float()).to(dtype))
+    # Rounding the activation first, as plain model code does, is another result.
+    assert not torch.equal(y, F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_mixed_dtypes_promote(backend: str, device: torch.device) -> None:
+    gate, up = torch.randn(3, 5, device=device, dtype=torch.float16), torch.randn(3, 5, device=device)
+    with tigon.backend(backend):
+        y, dgate, dup = _run(tigon.swiglu, gate, up)
+    assert (y.dtype, dgate.dtype, dup.dtype) == (torch.float32, torch.float16, torch.float32)
+
+
+def test_float64_runs_on_the_reference(device: torch.device) -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, device=device)
+    assert tigon.why_not(tigon.glu, x, x) == ["float64 is computed by the reference"]
+    assert tigon.glu(x, x).dtype == torch.float64
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_reference_gradient_is_exact(activation: str, packed: bool) -> None:
+    tensors = [torch.randn(2, 6, dtype=torch.float64, requires_grad=True) for _ in range(1 if packed else 2)]
+    assert torch.autograd.gradcheck(lambda *t: glu_reference(*t, activation=activation), tensors)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_with_dynamic_shapes(packed: bool, device: torch.device) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(tigon.geglu, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for shape in ((3, 4, 10), (5, 2, 18)):
+            tensors = [torch.randn(shape, device=device) for _ in range(1 if packed else 2)]
+            _assert_same(_run(compiled, *tensors), _run(tigon.geglu, *tensors))
+
+
+def test_contiguous_tensors_become_one_row() -> None:
+    x = torch.empty(3, 4, 5)
+    (row,) = _as_matrices(x)
+    assert row.shape == (1, 60)
+    first, second = _as_matrices(*torch.empty(3, 4, 10).chunk(2, -1))
+    assert first.shape == second.shape == (12, 5)
+    assert first.stride() == second.stride() == (10, 1)
+    long = torch.empty(4, _MAX_COLS // 2, device="meta")
+    assert _as_matrices(long)[0].shape == long.shape
+
+
+@pytest.mark.parametrize("num_cols", [0, 1, 5, 64, 1000, 1024, 14336, _MAX_COLS])
+def test_tiles_hold_eight_elements_a_thread(num_cols: int) -> None:
+    block_m, block_n = _blocks(num_cols)
+    assert block_m * block_n == 8 * 4 * 32
+    assert block_n == 1024 or block_n >= num_cols
+    # Column numbers of the last tile, masked lanes included, are int32.
+    assert -(-num_cols // block_n) * block_n < 2**31
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: tigon.glu(torch.ones(2, 3), torch.ones(2, 4)),
+            r"glu: up: expected shape \(2, 3\), got \(2, 4\)",
+        ),
+        (lambda: tigon.swiglu(torch.ones(2, 3)), "swiglu: gate: expected an even last axis, as up is None"),
+        (lambda: tigon.geglu(torch.ones(())), "geglu: gate: expected at least one axis, got a scalar"),
+        (lambda: tigon.swiglu(torch.ones(2, 4, dtype=torch.int64)), "swiglu: gate: expected a floating-point"),
+        (lambda: tigon.swiglu(torch.ones(4), [1.0]), "swiglu: up: expected a tensor, got list"),
+        (lambda: tigon.glu(torch.ones(4), activation="swish"), "glu: activation: expected one of 'silu', "),
+        (lambda: tigon.geglu(torch.ones(4), approximate="erf"), "geglu: approximate: expected one of 'tanh', "),
+        (
+            lambda: tigon.glu(torch.ones(4), torch.ones(4), gate_first=False),
+            "glu: gate_first: expected True when up is given, got False",
+        ),
+        (
+            lambda: tigon.glu(torch.ones(4), torch.ones(4, device="meta")),
+            "glu: up: expected device cpu, got meta",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call: Callable[[], Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,47 @@
+"""Element offsets beyond 2^31: three rows, 2^30 + 64 elements apart, in memory that is committed only where touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# A 32-bit offset reads or writes outside the buffer, so each operator gets a process that may crash.
+PROGRAM = """
+import mmap, sys
+import torch, tigon
+
+stride, n = 2**30 + 64, 8
+# Linux only: pages that are reserved but not counted against memory.
+pages = mmap.mmap(-1, 2 * (2 * stride + n), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+far = torch.frombuffer(pages, dtype=torch.float16).as_strided((3, n), (stride, 1))
+far.copy_(torch.randn(3, n))
+call = {
+    "glu": lambda x: tigon.glu(x, x),
+    "swiglu": tigon.swiglu,
+    "layer_norm": tigon.layer_norm,
+}[sys.argv[1]]
+assert tigon.why_not(sys.argv[1], far) == []
+results = []
+for x in (far, far.contiguous()):
+    x = x.detach().requires_grad_()
+    y = call(x)
+    results.append((y.detach(), *torch.autograd.grad(y, x, torch.arange(y.numel()).view_as(y).to(y.dtype))))
+assert all(torch.equal(a, b) for a, b in zip(*results)), results
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reserves address space the way Linux does")
+@pytest.mark.parametrize("name", ["glu", "swiglu", "layer_norm"])
+def test_rows_far_apart(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, name], capture_output=True, text=True, env=_environment(), timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:] or f"status {done.returncode}"
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -233,7 +233,7 @@ def _cross_entropy_kernel(
 
     if STATISTICS:
         # Read before the first store, which in place may overwrite it; the reductions below are barriers.
-        z_label, _ = _load_logits(logits_ptr + label, is_class, scale, softcap, HAS_SCALE, HAS_SOFTCAP, "")
+        z_label, label_slope = _load_logits(logits_ptr + label, is_class, scale, softcap, HAS_SCALE, HAS_SOFTCAP, "")
         # What is summed for smoothing is relative to a logit of the row, so that a common offset cannot swamp it.
         anchor = tl.where(z_label == float("-inf"), 0.0, z_label)
         peak = tl.full([], float("-inf"), tl.float32)
@@ -242,7 +242,7 @@ def _cross_entropy_kernel(
         for start in tl.range(0, num_cols, BLOCK_V, num_stages=STAGES):
             c = start + cols
             mask = c < num_cols
-            z, _ = _load_logits(
+            z, slope = _load_logits(
                 logits_ptr + c,
                 mask,
                 scale,

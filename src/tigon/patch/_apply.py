@@ -231,7 +231,7 @@ def _rotary(name: str, module: nn.Module, choice: _Choice) -> _Finding | None:
         if _swap.foreign_forward(module):
             raise Refused("its forward was replaced on the instance already")
         found = [_rope.verify(function) for function in functions.values()]
-        new = _rope.rebound(forward, tuple(functions))
+        new = _rope.rebound(forward, tuple(functions.items()))
     except Refused as refused:
         return _Finding(name, cls, "rope", "", "kept", str(refused))
     variant = "; ".join(dict.fromkeys(each.variant for each in found))

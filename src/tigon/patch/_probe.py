@@ -7,6 +7,7 @@ projections, so that meta, sharded, quantised and tied weights are no obstacle a
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import types
 from collections import OrderedDict
@@ -39,6 +40,25 @@ def laboratory() -> Iterator[torch.Generator]:
     ):
         torch.random.default_generator.manual_seed(0)
         yield torch.Generator().manual_seed(0)
+
+
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`functools.cache` that remembers refusals too."""
+    outcomes: dict[tuple[Any, ...], tuple[Any, str | None]] = {}
+
+    @functools.wraps(function)
+    def call(*key: Any) -> Any:
+        if key not in outcomes:
+            try:
+                outcomes[key] = function(*key), None
+            except Refused as refused:
+                outcomes[key] = None, str(refused)
+        result, reason = outcomes[key]
+        if reason is not None:
+            raise Refused(reason)
+        return result
+
+    return call
 
 
 def explained(call: Callable[..., Any], *args: Any) -> Any:
@@ -89,9 +109,9 @@ def twin(
     copy = object.__new__(type(module))
     state = {key: value for key, value in module.__dict__.items() if key not in _PRIVATE}
     state.update({name: OrderedDict() for name in _NO_HOOKS})
-    state["_parameters"] = {
-        name: None if value is None else nn.Parameter(value) for name, value in (parameters or {}).items()
-    }
+    given = parameters or {}
+    # Absent parameters stay absent: a module asks for them by name.
+    state["_parameters"] = {name: nn.Parameter(given[name]) if name in given else None for name in module._parameters}
     if children is None:
         children = {name: twin(child, training=training) for name, child in module._modules.items() if child}
     state["_modules"] = dict(children)

@@ -56,9 +56,8 @@ def _signature(function: Any) -> list[inspect.Parameter]:
     return parameters[1:] if isinstance(function, nn.Module) else parameters
 
 
-def _looks_rotary(value: Any) -> bool:
-    if not isinstance(value, (types.FunctionType, nn.Module)):
-        return False
+@functools.cache
+def _looks_rotary(value: types.FunctionType | nn.Module) -> bool:
     try:
         names = [parameter.name for parameter in _signature(value)]
     except (TypeError, ValueError, AttributeError):
@@ -66,20 +65,20 @@ def _looks_rotary(value: Any) -> bool:
     return "cos" in names[1:3] and names[names.index("cos") + 1 :][:1] == ["sin"]
 
 
-@functools.cache
 def rotary_functions(forward: Callable[..., Any]) -> dict[str, Any]:
     """Rotary functions by the global name under which a forward calls them."""
     innermost = inspect.unwrap(forward)
     if not isinstance(innermost, types.FunctionType):
         return {}
     found = {name: innermost.__globals__.get(name) for name in innermost.__code__.co_names}
-    return {name: value for name, value in found.items() if _looks_rotary(value)}
+    callables = {name: value for name, value in found.items() if isinstance(value, (types.FunctionType, nn.Module))}
+    return {name: value for name, value in callables.items() if _looks_rotary(value)}
 
 
 # ---- probing ----
 
 
-@functools.cache
+@_probe.remembered
 def verify(function: Any) -> Found:
     """What a rotary function computes; raises Refused when no candidate does."""
     names = [parameter.name for parameter in _signature(function)]
@@ -208,11 +207,10 @@ def replacement(native: Any, settings: RopeSettings) -> Callable[..., Any]:
     return rotate
 
 
-@functools.cache
-def rebound(forward: types.FunctionType, names: tuple[str, ...]) -> Callable[..., Any]:
-    """A copy of an attention forward in which the rotary functions called `names` are replaced."""
-    functions = rotary_functions(forward)
-    new = _rebuilt(forward, {name: replacement(functions[name], verify(functions[name]).settings) for name in names})
+@_probe.remembered
+def rebound(forward: types.FunctionType, functions: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """A copy of an attention forward in which the given rotary functions, by their global names, are replaced."""
+    new = _rebuilt(forward, {name: replacement(function, verify(function).settings) for name, function in functions})
     new.__tigon__ = True  # type: ignore[attr-defined]
     return new
 

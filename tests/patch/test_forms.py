@@ -1,0 +1,364 @@
+"""What the probe accepts and what it refuses, on modules made for the purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tigon
+
+
+class Norm(nn.Module):
+    """A plain RMS norm; the traps below change one thing."""
+
+    def __init__(self, size: int = 24) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+        self.tiny = 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.tiny)
+        return self.scale * n.to(x.dtype)
+
+
+class ClampedNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-100, 100)
+
+
+class HardCodedEps(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+class DetachedNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x * torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + self.tiny))
+
+
+class GatedNorm(Norm):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x) if gate is None else super().forward(x) * F.silu(gate)
+
+
+class RoundedStatistics(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.tiny).to(x.dtype))
+
+
+class TwoFloats(Norm):
+    """The eps is not the first float attribute, and both have the same value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.tiny
+        self.decoy = 1e-5
+        self.tiny = 1e-5
+
+
+class NoWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class Mlp(nn.Module):
+    """A gated MLP with unusual names; the traps below change one thing."""
+
+    def __init__(self, hidden: int = 12, inner: int = 20, bias: bool = True) -> None:
+        super().__init__()
+        self.c = nn.Linear(inner, hidden, bias=bias)
+        self.a = nn.Linear(hidden, inner, bias=bias)
+        self.b = nn.Linear(hidden, inner, bias=bias)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x) * self.act(self.b(x)))
+
+
+class Multiplier(Mlp):
+    multiplier = 1.01
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x) * self.act(self.b(x) * self.multiplier))
+
+
+class ClampedGate(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x).clamp(-50, 50) * self.act(self.b(x)))
+
+
+class ClampedActivation(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x) * self.act(self.b(x)).clamp(max=1000))
+
+
+class SparseGate(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.b(x)
+        gate = F.relu(gate - gate.mean(-1, keepdim=True))
+        return self.c(self.a(x) * self.act(gate))
+
+
+class InnerNorm(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm(20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.norm(self.a(x) * self.act(self.b(x))))
+
+
+class OwnBias(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift
+
+
+class WithDropout(Mlp):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+class FunctionalDropout(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class ReadsWeight(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.linear(x, self.a.weight, self.a.bias) * self.act(self.b(x)))
+
+
+class Residual(Mlp):
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return super().forward(x) + residual
+
+
+class GateSecond(nn.Module):
+    """Packed, the gate in the second half, split at an attribute that is a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = 20
+        self.both = nn.Linear(12, 40)
+        self.out = nn.Linear(20, 12)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.both(x).split(self.inner, -1)
+        return self.out(up * self.act(gate))
+
+
+class FunctionActivation(Mlp):
+    """All three projections are square, so that only the numbers tell which is which."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 12)
+        del self.act
+        self.act = F.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.act(self.c(x)) * self.a(x))
+
+
+def only_row(module: nn.Module, **kwargs: Any) -> Any:
+    report = tigon.patch(nn.Sequential(module), **kwargs)
+    (row,) = report.rows
+    return row
+
+
+ACCEPTED = [
+    (Norm(), "rms_norm", "cast_then_scale"),
+    (TwoFloats(), "rms_norm", "cast_then_scale"),
+    (NoWeight(), "rms_norm", "no weight"),
+    (nn.RMSNorm(24, eps=1e-6), "rms_norm", None),
+    (nn.LayerNorm(24), "layer_norm", "weight, bias"),
+    (nn.LayerNorm(24, bias=False), "layer_norm", "weight"),
+    (Mlp(), "glu", "silu"),
+    (Mlp(bias=False), "glu", "silu"),
+    (WithDropout(0.0), "glu", "silu"),
+    (GateSecond(), "glu", "gelu, packed, gate second"),
+    (FunctionActivation(), "glu", "relu"),
+]
+
+
+@pytest.mark.parametrize(("module", "form", "variant"), ACCEPTED, ids=lambda value: type(value).__name__)
+def test_accepted_modules_compute_the_same_and_train_the_same(module: nn.Module, form: str, variant: str) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    width = getattr(module, "a", getattr(module, "both", None))
+    x = torch.randn(5, 7, 24 if width is None else width.in_features, requires_grad=True)
+    leaves = [x, *module.parameters()]
+    native = module(x)
+    wanted = torch.autograd.grad(native.square().sum(), leaves)
+    row = only_row(module)
+    try:
+        assert (row.form, row.verdict) == (form, "replaced"), row.reason
+        assert variant is None or row.variant == variant
+        patched = module(x)
+        torch.testing.assert_close(patched, native, rtol=1e-5, atol=1e-5)
+        for a, b in zip(torch.autograd.grad(patched.square().sum(), leaves), wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+    finally:
+        tigon.unpatch(module)
+
+
+REFUSED = [
+    (ClampedNorm(), "no candidate"),
+    (HardCodedEps(), "no candidate"),
+    (DetachedNorm(), "no candidate"),
+    (RoundedStatistics(), "rounds to 16 bits"),
+    (GatedNorm(), "takes (x: "),
+    (nn.GroupNorm(2, 24), "no candidate"),
+    (Multiplier(), "no candidate"),
+    (ClampedGate(), "no candidate"),
+    (ClampedActivation(), "no candidate"),
+    (SparseGate(), "no candidate"),
+    (OwnBias(), "parameters or buffers of its own"),
+    (WithDropout(0.1), "drops out"),
+    (FunctionalDropout(), "no candidate"),
+    (ReadsWeight(), "no attribute 'weight'"),
+    (Residual(), "takes (x: "),
+]
+
+
+@pytest.mark.parametrize(("module", "reason"), REFUSED, ids=lambda value: type(value).__name__)
+def test_traps_are_refused_with_a_reason(module: nn.Module, reason: str) -> None:
+    with pytest.warns(UserWarning, match="replaced nothing"):
+        row = only_row(module)
+    assert row.verdict == "kept"
+    assert reason in row.reason
+    assert "forward" not in module.__dict__
+
+
+def test_a_norm_within_an_mlp_is_replaced_and_the_mlp_kept() -> None:
+    report = tigon.patch(InnerNorm())
+    assert {(row.form, row.verdict) for row in report} == {("glu", "kept"), ("rms_norm", "replaced")}
+
+
+def test_attention_blocks_and_dropouts_do_not_look_like_forms() -> None:
+    class Block(nn.Module):
+        """Query, key and value projections with the shapes of a packed MLP, and a dropout."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out, self.dropout = nn.Linear(8, 16), nn.Linear(8, 8), nn.Dropout(0.1)
+
+        def forward(self, x: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
+            return self.out(self.qkv(x)[..., :8])
+
+    with pytest.warns(UserWarning, match="nothing recognised"):
+        assert tigon.patch(Block()).rows == []
+
+
+def test_eps_is_read_at_every_call() -> None:
+    norm = Norm()
+    tigon.patch(norm)
+    x = torch.randn(3, 24)
+    norm.tiny = 0.5
+    torch.testing.assert_close(norm(x), Norm.forward(norm, x))
+
+
+def test_the_probe_leaves_weights_hooks_and_random_numbers_alone() -> None:
+    norm, calls = Norm(), []
+    norm.register_forward_hook(lambda *_: calls.append("forward"))
+    before = norm.scale.detach().clone()
+    version, state = norm.scale._version, torch.get_rng_state()
+    tigon.patch(norm)
+    assert (calls, norm.scale._version) == ([], version)
+    assert torch.equal(norm.scale, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    norm(torch.randn(2, 24))
+    assert calls == ["forward"]
+
+
+def test_meta_weights_are_no_obstacle() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Norm(), Mlp())
+        report = tigon.patch(model)
+    assert [row.verdict for row in report] == ["replaced", "replaced"]
+    model = model.to_empty(device="cpu")
+    assert model[0](torch.ones(2, 24)).shape == (2, 24)
+
+
+def test_the_probe_runs_in_eager_fp32_whatever_the_caller_is_in() -> None:
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert only_row(Norm()).verdict == "replaced"
+
+
+def test_projections_of_any_kind_are_called_not_read() -> None:
+    class Quantised(nn.Module):
+        """A linear layer with its weight in integers, which a fused matmul could not use."""
+
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.in_features, self.out_features = linear.in_features, linear.out_features
+            self.register_buffer("integers", (linear.weight.detach() * 127).to(torch.int8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.integers.float() / 127)
+
+    mlp = Mlp()
+    mlp.a, mlp.b, mlp.c = Quantised(mlp.a), Quantised(mlp.b), Quantised(mlp.c)
+    x = torch.randn(3, 12)
+    native = mlp(x)
+    assert only_row(mlp).verdict == "replaced"
+    torch.testing.assert_close(mlp(x), native, rtol=1e-5, atol=1e-6)
+
+
+def test_a_large_mlp_is_probed_at_small_sizes() -> None:
+    with torch.device("meta"):
+        mlp = Mlp(8192, 28672)
+    assert only_row(mlp).verdict == "replaced"
+
+
+def test_verdicts_do_not_leak_between_configurations() -> None:
+    class Scaled(Mlp):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factor
+
+    report = tigon.patch(nn.Sequential(Scaled(1.0), Scaled(2.0), Scaled(1.0)))
+    assert [(row.verdict, row.modules) for row in report] == [("replaced", ("0", "2")), ("kept", ("1",))]
+
+
+def test_a_layer_norm_under_autocast_keeps_torchs_rule() -> None:
+    norm = nn.LayerNorm(24)
+    x = torch.randn(3, 24, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        native = norm(x)
+        tigon.patch(norm)
+        assert norm(x).dtype == native.dtype
+
+
+def test_b112_a_patched_layer_norm_subtracts_the_mean() -> None:
+    norm = nn.LayerNorm(24)
+    with torch.no_grad():
+        norm.bias.fill_(3.0)
+        norm.weight.copy_(torch.randn(24))
+    x = torch.randn(4, 24) + 5
+    native = norm(x)
+    tigon.patch(norm)
+    torch.testing.assert_close(norm(x), native, rtol=1e-5, atol=1e-5)
+    assert type(norm) is nn.LayerNorm
+    assert nn.LayerNorm.__name__ == "LayerNorm"
+    assert repr(norm) == repr(nn.LayerNorm(24))

@@ -284,6 +284,79 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
+# ---- patch-report ----
+
+
+def _add_patch_report(commands: Any) -> None:
+    parser = _add(
+        commands,
+        "patch-report",
+        _patch_report,
+        "what tigon.patch would replace in a model, from its configuration alone",
+        "Build a causal language model without memory for its weights, patch it, and print what was replaced, what\n"
+        "was kept, and why. Exit status 1 when nothing is replaced. Needs tigon[hf].",
+        "  tigon patch-report config.json\n  tigon patch-report ./my-model --json",
+    )
+    parser.add_argument("model", metavar="SOURCE", help="configuration file, local folder or hub id")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _patch_report(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("transformers") is None:
+        return _fail("patch-report", "needs transformers: pip install 'tigon[hf]'")
+    import warnings
+
+    import torch
+    import transformers
+
+    from .patch import patch
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        return _fail("patch-report", f"no configuration can be read from {args.model!r}: {reason}")
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        return _fail("patch-report", str(error).strip().splitlines()[0])
+    with warnings.catch_warnings():
+        # Nothing replaced is said by the exit status.
+        warnings.simplefilter("ignore", UserWarning)
+        report = patch(model)
+    print(report.to_json(indent=1) if args.json else report)
+    return 0 if report.replaced else 1
+
+
+# ---- bench ----
+
+
+def _add_bench(commands: Any) -> None:
+    from .bench.main import add_arguments
+
+    parser = _add(
+        commands,
+        "bench",
+        _bench,
+        "time operators beside their peers on this GPU",
+        "Measure forward and backward of each operator and of its peers, launch by launch in turn. An implementation\n"
+        "outside its error budget gets no number.",
+        "  tigon bench --op rms_norm\n"
+        "  tigon bench --op cross_entropy --peers torch_eager,torch_compile --output benchmarks/results --plot",
+    )
+    add_arguments(parser)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .bench.main import run
+
+    try:
+        return run(args)
+    except ValueError as error:
+        return _fail("bench", str(error).removeprefix("bench: "))
+
+
 # ---- the command ----
 
 
@@ -300,7 +373,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tigon {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_info, _add_check, _add_demo):
+    for add in (_add_info, _add_check, _add_demo, _add_patch_report, _add_bench):
         add(commands)
     return parser
 

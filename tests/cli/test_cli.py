@@ -13,7 +13,7 @@ from tigon import cli
 from tigon.testing import CheckResult
 
 
-@pytest.mark.parametrize("command", [[], ["info"], ["check"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["info"], ["check"], ["demo"], ["patch-report"], ["bench"]])
 def test_help_has_options_and_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command, "--help"])
@@ -86,6 +86,40 @@ def test_check_refuses_what_it_cannot_check(capsys: pytest.CaptureFixture[str]) 
     assert "--op: expected one of rms_norm" in capsys.readouterr().err
     assert cli.main(["check", "--device", "cpu", "--dtype", "bfloat16"]) == 2
     assert "interpreter truncates bfloat16" in capsys.readouterr().err
+
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def test_patch_report_from_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    assert cli.main(["patch-report", str(config), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    replaced = {row["form"]: row["count"] for row in rows if row["verdict"] == "replaced"}
+    assert replaced == {"rms_norm": 5, "glu": 2, "rope": 2, "linear_cross_entropy": 1}
+    assert cli.main(["patch-report", str(config)]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0] == "LlamaForCausalLM"
+    assert len(table) == 2 + len(rows)
+
+
+def test_patch_report_without_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["patch-report", str(tmp_path)]) == 2
+    assert f"no configuration can be read from '{tmp_path}'" in capsys.readouterr().err
+
+
+def test_bench_names_a_wrong_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--op", "sofmax"]) == 2
+    assert "tigon bench: --op: expected some of rms_norm" in capsys.readouterr().err
 
 
 def test_check_starts_the_interpreter_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,9 @@ class PeakMemory:
 
 
 def _step_time(seconds: list[float]) -> float:
-    """The lower quartile of the steps after the warm-up: what other programs on the machine disturb least."""
+    """The 10 % quantile of the steps after the warm-up: those that no other program on the machine disturbed."""
     kept = seconds[WARMUP_STEPS:] or seconds[-1:]
-    return statistics.quantiles(kept, n=4)[0] if len(kept) > 1 else kept[0]
+    return statistics.quantiles(kept, n=10, method="inclusive")[0] if len(kept) > 1 else kept[0]
 
 
 def emit(**record: Any) -> None:
@@ -98,7 +98,7 @@ def train(plan: dict[str, Any]) -> None:
     if plan["patched"]:
         from ..patch import patch
 
-        report = str(patch(model))
+        report = patch(model)
     tokens = torch.load(plan["tokens"], weights_only=True).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan["lr"], weight_decay=0.0)
     # On the CPU, so that both runs and every device draw the same windows.
@@ -137,7 +137,8 @@ def train(plan: dict[str, Any]) -> None:
             "baseline_bytes": memory.baseline,
             "num_parameters": sum(p.numel() for p in model.parameters()),
             "model_class": type(model).__name__,
-            "patch_report": report,
+            "patch_report": None if report is None else str(report),
+            "patch_rows": None if report is None else report.to_dict()["rows"],
         }
     )
 

@@ -1,0 +1,53 @@
+"""The examples run as a reader would run them, on plain torch, and do what their text says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(name: str, *words: str) -> str:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "TIGON_"))}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), env.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *words], capture_output=True, text=True, env=env, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_own_loop() -> None:
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", run("own_loop.py", "--steps", "30"))]
+    assert losses[0] > 6.9
+    assert losses[-1] < 0.5
+
+
+def test_patch_model() -> None:
+    out = run("patch_model.py")
+    assert "linear_cross_entropy" in out
+    native, patched = re.search(r"native ([\d.]+)  patched ([\d.]+)", out).groups()
+    assert abs(float(native) - float(patched)) < 1e-5
+    assert float(re.search(r"largest relative difference ([\d.e+-]+)", out)[1]) < 1e-5
+    assert "in training: None" in out
+    assert "as before: True" in out
+
+
+def test_hf_trainer() -> None:
+    out = run("hf_trainer.py", "--steps", "6")
+    losses = [float(x) for x in out.splitlines()[-1].removeprefix("losses ").split()]
+    assert losses[-1] < losses[0] < 5.6
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_is_short_and_tested(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 100
+    assert path.name in Path(__file__).read_text()

@@ -251,8 +251,7 @@ def _loss(name: str, module: nn.Module, choice: _Choice, modules: list[tuple[str
     reason = _why_no_loss(module, head)
     if reason:
         return _Finding(name, cls, LOSS, "", "kept", reason)
-    before = (module.__dict__["_loss_function"],) if "_loss_function" in module.__dict__ else ()
-    settings = _head.ModelSettings(index, before)
+    settings = _head.ModelSettings(index, _loss_before(module))
 
     def act() -> None:
         function = _swap.like(_head.model_forward, type(module).forward)
@@ -265,9 +264,18 @@ def _loss(name: str, module: nn.Module, choice: _Choice, modules: list[tuple[str
     return _Finding(name, cls, LOSS, "deferred logits", "replaced", "", act)
 
 
+def _loss_before(model: nn.Module) -> tuple[Any, ...]:
+    """The loss function the instance has of its own, `()` for none."""
+    state = model.__dict__
+    if state.get("_loss_function") is _head.causal_lm_loss:
+        # A pickle of a patched model: the forwards are native again, the loss is not.
+        return state["_tigon"].settings.loss_before if "_tigon" in state else ()
+    return (state["_loss_function"],) if "_loss_function" in state else ()
+
+
 def _why_no_loss(model: nn.Module, head: nn.Module) -> str:
     loss = getattr(model, "loss_function", None)
-    if loss is not _hf.native_loss():
+    if loss not in (_hf.native_loss(), _head.causal_lm_loss):
         return f"its loss function is {getattr(loss, '__name__', repr(loss))}, not the causal language model loss"
     if not _hf.calls_loss_function(type(model).forward):
         return "its forward does not call loss_function"

@@ -354,6 +354,19 @@ def test_gradcheck_of_the_reference(layout: str, tables: str, head_dim: int, wid
     assert torch.autograd.gradcheck(lambda *a: rope_reference(*a, layout=layout, tables=tables), leaves)
 
 
+@pytest.mark.parametrize("head_dim", [D, 7])
+@pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved_to_half"])
+def test_gradients_of_each_layout(layout: str, head_dim: int) -> None:
+    q, k = heads(HQ, head_dim).requires_grad_(), heads(HK, head_dim).requires_grad_()
+    cos, sin = torch.randn(B, S, 3), torch.randn(B, S, 3)
+    upstream = heads(HQ, head_dim), heads(HK, head_dim)
+    actual, expected = (
+        torch.autograd.grad(function(q, k, cos, sin, layout=layout, tables="half"), (q, k), upstream)
+        for function in (rope, rope_reference)
+    )
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+
+
 @both_backends
 def test_backward_of_a_sum() -> None:
     q, k = heads(HQ).requires_grad_(), heads(HK).requires_grad_()

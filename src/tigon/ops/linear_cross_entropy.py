@@ -247,12 +247,12 @@ def _drive(
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     dhidden = hidden.new_empty(hidden.shape if needs_dhidden else (0,))
     total = dbias = None
-    # Views of one element a row, cut like the rows.
-    per_row = [
-        None if t is None else t.reshape(-1) if t.dim() else t
-        for t in (ce, squares if z_loss else None, dce, dsquares if z_loss else None)
-    ]
     stats = stats.view(-1, 2)
+    if ce is not None:
+        ce, squares = ce.view(-1), squares.view(-1) if z_loss else None
+    # An upstream gradient is one for all rows, or one a row.
+    upstream = [t if t is None or t.dim() == 0 else t.reshape(-1) for t in (dce, dsquares)]
+    per_row = ce, squares, *upstream
 
     stride = _row_stride(num_classes, device)
     step = _chunk_rows(num_rows, stride * dtype.itemsize, max_logits_bytes)
@@ -508,12 +508,12 @@ class _ScalarLoss(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor | None, dz_loss: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if ctx.is_traced:
             gradients = [(g.to(dloss.dtype) * dloss).to(g.dtype) for g in ctx.saved_tensors]  # type: ignore[union-attr]
-        elif ctx.gradients is not None and dz_loss is None:
+        elif ctx.gradients is not None and dloss is not None and dz_loss is None:
             gradients, ctx.gradients = ctx.gradients, None
             for gradient in gradients:
                 _multiply_(gradient, dloss, ctx.settings[4])
         else:
-            # The z-loss alone has a gradient too, or this is not the first backward.
+            # The z-loss has an upstream gradient of its own, or this is not the first backward.
             *inputs, stats, factor, squares_factor = ctx.saved_tensors
             dloss = torch.zeros_like(factor) if dloss is None else dloss
             dsquares = dloss if dz_loss is None else dloss + dz_loss

@@ -159,6 +159,19 @@ def test_b71_an_unknown_activation_is_left_alone(build: Any) -> None:
     assert "forward" not in model.model.layers[0].mlp.__dict__
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Olmo2"])
+def test_k05_norms_round_where_the_native_ones_do(family: str, weights: torch.dtype, build: Any) -> None:
+    """A norm that rounds elsewhere differs in a third of the elements, or in the dtype of the result."""
+    norm = build(family).model.norm.to(weights)
+    x = torch.randn(64, 32).to(torch.bfloat16)
+    native = norm(x)
+    tigon.patch(norm)
+    patched = norm(x)
+    assert patched.dtype == native.dtype
+    assert (patched != native).float().mean() < 0.01
+
+
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Olmo2"])
 @pytest.mark.parametrize("weights", ["bf16", "fp32"])
 def test_k05_bf16_results_have_the_dtype_and_the_accuracy_of_the_native_model(

@@ -48,6 +48,10 @@ def one_tensor(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> T
     return half(x, x, cos, sin, unsqueeze_dim)[0]
 
 
+def one_tensor_back_to_the_input_dtype(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    return one_tensor(x, cos, sin, unsqueeze_dim).to(x.dtype)
+
+
 def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
     cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(unsqueeze_dim) for t in (cos, sin))
 
@@ -83,6 +87,7 @@ def with_sections(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: Any 
         (half_tables, "half, half tables"),
         (heads_after_tokens, "half"),
         (one_tensor, "half"),
+        (one_tensor_back_to_the_input_dtype, "half"),
         (interleaved, "interleaved, half tables"),
     ],
 )
@@ -92,7 +97,7 @@ def test_recognised_functions_give_the_same_values_and_gradients(function: Calla
     fused = _rope.replacement(function, found.settings)
     after_tokens = function is heads_after_tokens
     q, k = (torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (4, 2))
-    one = function is one_tensor
+    one = function in (one_tensor, one_tensor_back_to_the_input_dtype)
     width = 4 if function in (half_tables, partial) else 8
     for batch in (1, 2):
         cos, sin = torch.randn(2, batch, 5, width)

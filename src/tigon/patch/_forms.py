@@ -353,7 +353,8 @@ def _glu_forward(self: nn.Module, x: Tensor) -> Any:
     mlp = self._tigon.settings
     gate = getattr(self, mlp.gate)(x)
     up = None if mlp.up is None else getattr(self, mlp.up)(x)
-    return getattr(self, mlp.down)(glu(gate, up, activation=mlp.activation, gate_first=mlp.gate_first))
+    op = glu if _is_plain(gate, up) else glu_reference
+    return getattr(self, mlp.down)(op(gate, up, activation=mlp.activation, gate_first=mlp.gate_first))
 
 
 # ---- the table ----

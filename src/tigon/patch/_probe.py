@@ -7,6 +7,7 @@ projections, so that meta, sharded, quantised and tied weights are no obstacle a
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import types
@@ -29,8 +30,9 @@ class Refused(Exception):
 
 @contextlib.contextmanager
 def laboratory() -> Iterator[torch.Generator]:
-    """Plain eager CPU torch whatever contexts the caller is in, and a generator of its own."""
+    """Plain fp32 CPU torch whatever contexts the caller is in, and a generator of its own."""
     on_cpu = torch.get_default_device().type == "cpu"
+    dtype = torch.get_default_dtype()
     with (
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
@@ -39,7 +41,11 @@ def laboratory() -> Iterator[torch.Generator]:
         contextlib.nullcontext() if on_cpu else torch.device("cpu"),
     ):
         torch.random.default_generator.manual_seed(0)
-        yield torch.Generator().manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield torch.Generator().manual_seed(0)
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,8 +112,13 @@ def twin(
     training: bool = False,
 ) -> nn.Module:
     """A module of the same class and attributes with the given parameters and children, and its own forward."""
-    copy = object.__new__(type(module))
-    state = {key: value for key, value in module.__dict__.items() if key not in _PRIVATE}
+    other = object.__new__(type(module))
+    # Containers are copied, so that a forward that keeps a record writes into the twin's.
+    state = {
+        key: copy.copy(value) if type(value) in (list, dict, set) else value
+        for key, value in module.__dict__.items()
+        if key not in _PRIVATE
+    }
     state.update({name: OrderedDict() for name in _NO_HOOKS})
     given = parameters or {}
     # Absent parameters stay absent: a module asks for them by name.
@@ -117,8 +128,8 @@ def twin(
     state["_modules"] = dict(children)
     state["training"] = training
     state.update(attributes or {})
-    copy.__dict__.update(state)
-    return copy
+    other.__dict__.update(state)
+    return other
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:

@@ -87,7 +87,8 @@ def like(template: Callable[..., Any], native: Callable[..., Any], argument: str
     """`template` with the name, signature and documentation of `native`, its `x` renamed to `argument`."""
     code = template.__code__
     if argument is not None:
-        code = code.replace(co_varnames=tuple(argument if name == "x" else name for name in code.co_varnames))
+        names = {"x": argument, argument: f"{argument}_"}
+        code = code.replace(co_varnames=tuple(names.get(name, name) for name in code.co_varnames))
     function = types.FunctionType(code, template.__globals__, native.__name__, template.__defaults__)
     function.__kwdefaults__ = template.__kwdefaults__
     functools.update_wrapper(function, native)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import types
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,28 @@ def test_accelerate_hooks_keep_their_place(build: Any, batch: Any, fused: list[A
     assert set(seen) == {"LlamaForCausalLM", "Linear", "LlamaRMSNorm", "LlamaMLP"}
     tigon.unpatch(model)
     assert [dict(module.__dict__) for module in model.modules()] == before
+
+
+def test_mixed_precision_wrappers_of_accelerate_are_not_taken_for_ours(build: Any, batch: Any) -> None:
+    operations = pytest.importorskip("accelerate.utils.operations")
+    model = build("Llama")
+    tigon.patch(model)
+    inner = model.forward
+    under_autocast = torch.autocast("cpu", torch.bfloat16)(inner.__func__)
+    model.forward = types.MethodType(operations.convert_outputs_to_fp32(under_autocast), model)
+    output = model(**batch)
+    assert (output.logits, "logits" in output) == (None, False)
+    assert {row.reason for row in tigon.patch(model).kept} == {
+        "the forward of its LlamaForCausalLM was replaced on the instance already"
+    }
+    with pytest.warns(UserWarning, match="was wrapped after patching"):
+        tigon.unpatch(model)
+    # Nothing defers any more, so that what is left of the patch passes everything on.
+    assert model(**batch).logits is not None
+    model.forward = inner
+    tigon.unpatch(model)
+    assert "_tigon" not in model.__dict__
+    assert model.forward.__func__ is type(model).forward
 
 
 def train(rank: int, folder: str, kind: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.rope import rope, rope_reference
-from . import _probe
+from . import _probe, _swap
 from ._forms import Found, _is_plain
 from ._probe import Refused
 
@@ -211,8 +211,7 @@ def replacement(native: Any, settings: RopeSettings) -> Callable[..., Any]:
 def rebound(forward: types.FunctionType, functions: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     """A copy of an attention forward in which the given rotary functions, by their global names, are replaced."""
     new = _rebuilt(forward, {name: replacement(function, verify(function).settings) for name, function in functions})
-    new.__tigon__ = True  # type: ignore[attr-defined]
-    return new
+    return _swap.signed(new)
 
 
 def _rebuilt(function: Any, replaced: dict[str, Any]) -> types.FunctionType:

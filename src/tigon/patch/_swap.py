@@ -42,7 +42,14 @@ def is_installed(module: nn.Module) -> bool:
 
 
 def _ours(forward: Any) -> bool:
-    return hasattr(getattr(forward, "__func__", None), "__tigon__")
+    function = getattr(forward, "__func__", None)
+    return function is not None and getattr(function, "__tigon__", None) is function
+
+
+def signed(function: types.FunctionType) -> types.FunctionType:
+    """Mark a function as ours: by itself, since a decorator around it copies its attributes."""
+    function.__tigon__ = function  # type: ignore[attr-defined]
+    return function
 
 
 def install(module: nn.Module, form: str, variant: str, settings: Any, function: Callable[..., Any]) -> None:
@@ -92,5 +99,4 @@ def like(template: Callable[..., Any], native: Callable[..., Any], argument: str
     function = types.FunctionType(code, template.__globals__, native.__name__, template.__defaults__)
     function.__kwdefaults__ = template.__kwdefaults__
     functools.update_wrapper(function, native)
-    function.__tigon__ = True  # type: ignore[attr-defined]
-    return function
+    return signed(function)

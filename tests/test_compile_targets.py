@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tigon.testing.compile_only import TARGETS, Compiled, Launch, describe  # noqa: E402
+from tigon.testing.compile_only import TARGETS, Compiled, Launch, describe
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -9,7 +9,7 @@ import tigon
 from tigon.ops import OPS
 from tigon.specs import Case, Make, OpSpec, all_specs
 from tigon.testing import STAGES, cases_for, check_case
-from tigon.testing.check import call
+from tigon.testing.check import call, flatten
 
 SPECS = all_specs()
 CASES = [
@@ -86,7 +86,7 @@ def test_only_wanted_gradients_are_returned(spec: OpSpec) -> None:
             for k, v in inputs.items()
         }
         out = OPS[spec.name].public(**given, **case.options)
-        (out if isinstance(out, torch.Tensor) else out[0]).sum().backward()
+        sum(y.float().sum() for y in flatten(out).values() if y.requires_grad).backward()
         assert given[name].grad is not None
         assert all(v.grad is None for k, v in given.items() if k != name and isinstance(v, torch.Tensor))
 
@@ -115,3 +115,31 @@ def test_call_returns_gradients_by_name() -> None:
     x = torch.randn(3)
     run = call(lambda x: 2 * x, {"x": x}, {}, ["x"], {"y": torch.ones(3)})
     assert torch.equal(run.gradients["x"], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_second_derivative_is_refused_by_kernels_and_given_by_torch(spec: OpSpec) -> None:
+    case = spec.cases[0]
+    inputs = spec.inputs(case, Make(case, "cpu", torch.float32))
+    name = spec.differentiable[0]
+    inputs[name] = inputs[name].clone().requires_grad_()
+
+    def gradient() -> torch.Tensor:
+        out = flatten(OPS[spec.name].public(**inputs, **case.options))
+        total = sum(y.square().sum() for y in out.values() if y.requires_grad)
+        return torch.autograd.grad(total, inputs[name], create_graph=True)[0]
+
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient()
+    if spec.name != "linear_cross_entropy":  # the chunked form has none on any backend
+        with tigon.backend("torch"):
+            assert gradient().requires_grad
+
+
+def test_tensor_subclass_runs_on_the_reference() -> None:
+    class Wrapped(torch.Tensor):
+        pass
+
+    x = torch.randn(3, 8).as_subclass(Wrapped)
+    assert tigon.why_not(tigon.rms_norm, x) == ["a Wrapped is not a plain tensor"]
+    assert isinstance(tigon.rms_norm(x), Wrapped)

@@ -21,6 +21,7 @@ call = {
     "glu": lambda x: tigon.glu(x, x),
     "swiglu": tigon.swiglu,
     "layer_norm": tigon.layer_norm,
+    "rms_norm": tigon.rms_norm,
 }[sys.argv[1]]
 assert tigon.why_not(sys.argv[1], far) == []
 results = []
@@ -33,7 +34,7 @@ assert all(torch.equal(a, b) for a, b in zip(*results)), results
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reserves address space the way Linux does")
-@pytest.mark.parametrize("name", ["glu", "swiglu", "layer_norm"])
+@pytest.mark.parametrize("name", ["glu", "swiglu", "layer_norm", "rms_norm"])
 def test_rows_far_apart(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, name], capture_output=True, text=True, env=_environment(), timeout=300

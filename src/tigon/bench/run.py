@@ -21,6 +21,8 @@ from .timing import Timing, copy_gbps, device_times, host_times, peak_mib
 
 MODES = ("forward", "backward", "both")
 OURS = "tigon"
+# Absent tensors that every implementation has a parameter for; other absent ones are left out of the call.
+_POSITIONAL = ("weight", "up", "k")
 PRODUCTS = "matrix_products"
 
 
@@ -30,7 +32,7 @@ class Contestant:
     def __init__(self, function: Callable[..., Any], checker: Checker) -> None:
         self.function, self.checker = function, checker
         # Kept apart so that an implementation which writes into its inputs cannot spoil the next launch.
-        self.master = checker.inputs
+        self.master = {k: v for k, v in checker.inputs.items() if v is not None or k in _POSITIONAL}
         self.inputs: dict[str, Tensor | None] = {}
 
     def _fresh(self) -> None:
@@ -76,7 +78,12 @@ class Contestant:
         used = 0.0
         low, high = checker.low.named(), checker.high.named()
         for name, actual in Run(run.outputs, run.gradients).named().items():
-            used = max(used, measure(actual.to(low[name].dtype), low[name], high[name], factor=checker.factor).ratio)
+            used = max(
+                used,
+                measure(
+                    actual.to(low[name].dtype), low[name], high[name], factor=checker.factor, floor=checker.floor
+                ).ratio,
+            )
         return used
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 
-def require(holds: bool, op: str, argument: str, expected: str, got: Any) -> None:
+def require(holds: bool, op: str, argument: str, expected: Any, got: Any) -> None:
     """Raise ValueError unless `holds`."""
     if not holds:
         raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")

@@ -33,3 +33,13 @@ def next_power_of_2(n: int) -> int:
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+# What loads in flight may take of a program's shared memory: the 99 KiB of compute capability 8.6, 8.9 and 12.0, less
+# what reductions need.
+_MAX_STAGED_BYTES = 96 * 1024
+
+
+def pipeline_stages(bytes_a_tile: int) -> int:
+    """Depth of a ring of loads, which is the tiles in flight and the one computed on."""
+    return 3 if 2 * bytes_a_tile <= _MAX_STAGED_BYTES else 2

@@ -8,6 +8,7 @@ shapes, dtypes and devices, never on data, so that a compiler sees one branch on
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 BACKENDS = ("auto", "triton", "torch")
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+# Stand-ins of plain tensors while a call is traced; by name, since importing them is slow.
+_TRACED = ("FakeTensor", "FunctionalTensor")
 
 
 def _checked_backend(name: str, source: str) -> str:
@@ -112,6 +115,25 @@ def current_backend() -> str:
     return _backend
 
 
+def once_differentiable(backward: F) -> F:
+    """For the backward of an `autograd.Function` whose gradients have no gradient themselves: raises when asked.
+
+    torch's decorator of this name notices only upstream gradients that need a gradient, so `create_graph=True`
+    on a plain sum would silently lose the second derivative.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *upstream: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "tigon's kernels have no second derivative (create_graph=True); "
+                'run the operators inside `with tigon.backend("torch"):` to get one'
+            )
+        return backward(ctx, *upstream)
+
+    return checked  # type: ignore[return-value]
+
+
 def _find(public: Callable[..., Any] | str) -> Op:
     name = public if isinstance(public, str) else getattr(public, "__name__", repr(public))
     if name not in OPS:
@@ -134,7 +156,13 @@ def why_not(public: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> list
     record = _find(public)
     if _backend == "torch":
         return ["the backend is set to torch"]
-    first = _first_tensor(args, kwargs)
+    return _reasons(record, _first_tensor(args, kwargs), args, kwargs)
+
+
+def _reasons(record: Op, first: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and type(value) not in _PLAIN_TENSORS and type(value).__name__ not in _TRACED:
+            return [f"a {type(value).__name__} is not a plain tensor"]
     return why_no_kernels(first.device, first.dtype) or record.supports(*args, **kwargs)
 
 
@@ -143,7 +171,7 @@ def runs_reference(name: str, *args: Any, **kwargs: Any) -> bool:
     if _backend == "torch":
         return True
     first: Tensor = args[0]
-    reasons = why_no_kernels(first.device, first.dtype) or OPS[name].supports(*args, **kwargs)
+    reasons = _reasons(OPS[name], first, args, kwargs)
     if not reasons:
         return False
     if _backend == "triton":

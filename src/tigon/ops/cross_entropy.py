@@ -22,12 +22,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _op
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._launch import launch, next_power_of_2
-from ._op import define, op, runs_reference
+from ._op import define, once_differentiable, op, runs_reference
 from ._tl import tanh
 from ._triton import tl, triton
 
@@ -233,7 +232,7 @@ def _cross_entropy_kernel(
 
     if STATISTICS:
         # Read before the first store, which in place may overwrite it; the reductions below are barriers.
-        z_label, label_slope = _load_logits(logits_ptr + label, is_class, scale, softcap, HAS_SCALE, HAS_SOFTCAP, "")
+        z_label, _ = _load_logits(logits_ptr + label, is_class, scale, softcap, HAS_SCALE, HAS_SOFTCAP, "")
         # What is summed for smoothing is relative to a logit of the row, so that a common offset cannot swamp it.
         anchor = tl.where(z_label == float("-inf"), 0.0, z_label)
         peak = tl.full([], float("-inf"), tl.float32)

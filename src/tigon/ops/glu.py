@@ -20,12 +20,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _tl
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._launch import as_rows, cdiv, launch, next_power_of_2
-from ._op import define, op, runs_reference
+from ._op import define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 
 

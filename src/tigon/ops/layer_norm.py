@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._check import require, require_floating, require_same_device
 from ._device import num_sms
-from ._launch import as_rows, cdiv, launch, next_power_of_2
-from ._op import define, op, runs_reference
+from ._launch import as_rows, cdiv, launch, next_power_of_2, pipeline_stages
+from ._op import define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 
 # ---- reference ----
@@ -288,8 +287,6 @@ _MAX_BWD_BLOCK = 8192
 _WIDE_FWD_BLOCK = 8192
 # Rows of a tile, which bounds tiles of very narrow rows.
 _MAX_ROWS = 256
-# Two tiles of inputs in flight take at most this much shared memory of a program, which every supported GPU has.
-_MAX_STAGED_BYTES = 65536
 
 
 def _fwd_blocks(num_cols: int) -> tuple[int, int, int]:
@@ -309,11 +306,6 @@ def _bwd_blocks(num_cols: int) -> tuple[int, int, int, int]:
     if block_n > 4096:
         return 1, block_n, block_n // 512, 1
     return min(4096 // block_n, _MAX_ROWS), block_n, 8, 2
-
-
-def _stages(bytes_a_tile: int) -> int:
-    """Depth of the ring of loads: tiles in flight, and the one computed on."""
-    return 3 if 2 * bytes_a_tile <= _MAX_STAGED_BYTES else 2
 
 
 def _fake_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -415,7 +407,7 @@ def _bwd(
             NEEDS_DB=needs_db,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            STAGES=_stages(block_m * block_n * (x.element_size() + dy.element_size())),
+            STAGES=pipeline_stages(block_m * block_n * (x.element_size() + dy.element_size())),
             num_warps=num_warps,
         )
     else:

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._check import require, require_floating, require_same_device
 from ._launch import as_rows, cdiv, launch
-from ._op import define, op, runs_reference
+from ._op import define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 from .cross_entropy import (
     CrossEntropyOutput,

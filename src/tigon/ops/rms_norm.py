@@ -19,12 +19,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._device import num_sms
-from ._launch import as_rows, cdiv, launch, next_power_of_2
-from ._op import define, op, runs_reference
+from ._launch import as_rows, cdiv, launch, next_power_of_2, pipeline_stages
+from ._op import define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 
 Cast = Literal["cast_then_scale", "scale_then_cast", "none"]
@@ -112,14 +111,9 @@ def _rms_norm_fwd_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One program per BLOCK_M rows; a row wider than BLOCK_N is read twice, the second time from cache."""
-    row0 = tl.program_id(0).to(tl.int64) * BLOCK_M
-    rows = tl.arange(0, BLOCK_M)
-    row_mask = row0 + rows < num_rows
-    x_ptr += row0 * x_stride
-    y_ptr += row0 * num_cols
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = rows < num_rows
     if HAS_RESIDUAL:
-        residual_ptr += row0 * residual_stride
-        s_ptr += row0 * num_cols
         s_dtype = s_ptr.dtype.element_ty
     else:
         s_dtype = x_ptr.dtype.element_ty
@@ -140,7 +134,7 @@ def _rms_norm_fwd_kernel(
             s_dtype,
         )
         rstd = tl.rsqrt(tl.sum(s * s, axis=1) / num_cols + eps)
-        tl.store(rstd_ptr + row0 + rows, rstd, mask=row_mask)
+        tl.store(rstd_ptr + rows, rstd, mask=row_mask)
         if HAS_RESIDUAL:
             tl.store(s_ptr + out_rows + cols[None, :], s, mask=mask)
         y = _scale(s * rstd[:, None], w_ptr, cols, cols < num_cols, offset, s_dtype, CAST_FIRST, HAS_WEIGHT)
@@ -163,7 +157,7 @@ def _rms_norm_fwd_kernel(
             if HAS_RESIDUAL:
                 tl.store(s_ptr + out_rows + c[None, :], s, mask=mask)
         rstd = tl.rsqrt(tl.sum(squares, axis=1) / num_cols + eps)
-        tl.store(rstd_ptr + row0 + rows, rstd, mask=row_mask)
+        tl.store(rstd_ptr + rows, rstd, mask=row_mask)
         for start in range(0, num_cols, BLOCK_N):
             c = start + cols
             mask = row_mask[:, None] & (c < num_cols)[None, :]
@@ -205,7 +199,6 @@ def _rms_norm_bwd_kernel(
     STAGES: tl.constexpr,
 ):
     """Persistent: program p takes row tiles p, p + P, ... and leaves one fp32 partial row of dweight."""
-    rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < num_cols
     if HAS_WEIGHT:
@@ -214,25 +207,23 @@ def _rms_norm_bwd_kernel(
         dw = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     num_tiles = tl.cdiv(num_rows, BLOCK_M)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
-        row0 = tl.cast(tile, tl.int64) * BLOCK_M
-        row_mask = row0 + rows < num_rows
+        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_mask = rows < num_rows
         mask = row_mask[:, None] & col_mask[None, :]
-        s_tile = s_ptr + row0 * s_stride
-        dy_tile = dy_ptr + row0 * dy_stride
         # Both are dead after this read, so they should not push weights and partials out of the cache.
         s = tl.load(
-            s_tile + rows[:, None] * s_stride + cols[None, :],
+            s_ptr + rows[:, None] * s_stride + cols[None, :],
             mask=mask,
             other=0.0,
             eviction_policy="evict_first",
         ).to(tl.float32)
         dy = tl.load(
-            dy_tile + rows[:, None] * dy_stride + cols[None, :],
+            dy_ptr + rows[:, None] * dy_stride + cols[None, :],
             mask=mask,
             other=0.0,
             eviction_policy="evict_first",
         ).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row0 + rows, mask=row_mask, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         n = s * rstd[:, None]
         if NEEDS_DW:
             if CAST_FIRST:
@@ -245,11 +236,10 @@ def _rms_norm_bwd_kernel(
                 g = dy * w[None, :]
             ds = rstd[:, None] * (g - n * (tl.sum(g * n, axis=1) / num_cols)[:, None])
             if HAS_DS_OUT:
-                ds_out_tile = ds_out_ptr + row0 * ds_out_stride
-                ds += tl.load(
-                    ds_out_tile + rows[:, None] * ds_out_stride + cols[None, :], mask=mask, other=0.0
-                ).to(tl.float32)
-            tl.store(ds_ptr + row0 * num_cols + rows[:, None] * num_cols + cols[None, :], ds, mask=mask)
+                ds += tl.load(ds_out_ptr + rows[:, None] * ds_out_stride + cols[None, :], mask=mask, other=0.0).to(
+                    tl.float32
+                )
+            tl.store(ds_ptr + rows[:, None] * num_cols + cols[None, :], ds, mask=mask)
     if NEEDS_DW:
         out = partial_ptr + tl.program_id(0) * num_cols + cols
         tl.store(out, tl.sum(dw, axis=0), mask=col_mask)
@@ -326,9 +316,7 @@ def _rms_norm_bwd_wide_dw_kernel(
         n = s * tl.load(rstd_ptr + row, mask=row_mask, other=0.0)[:, None]
         if CAST_FIRST:
             n = n.to(s_ptr.dtype.element_ty).to(tl.float32)
-        dw += n * tl.load(dy_ptr + row[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        dw += n * tl.load(dy_ptr + row[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(partial_ptr + tl.program_id(0) * num_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
 
 
@@ -352,7 +340,7 @@ def _bwd_blocks(num_cols: int) -> tuple[int, int, int, int]:
     if block_n <= 256:
         return 4096 // block_n, block_n, 4, 8
     if block_n <= 2048:
-        return 8192 // block_n, block_n, 4, 2
+        return 4096 // block_n, block_n, 8, 2
     return 8192 // block_n, block_n, 8, 1
 
 
@@ -445,6 +433,8 @@ def _bwd(
     num_programs = min(cdiv(num_rows, block_m), num_sms(s.device) * per_sm)
     partial = s.new_empty((num_programs, num_cols) if needs_dw else (0,), dtype=torch.float32)
     cast_first = cast == "cast_then_scale"
+    staged = (s_rows, dy_rows) if ds_out_rows is None else (s_rows, dy_rows, ds_out_rows)
+    bytes_a_tile = block_m * block_n * sum(t.element_size() for t in staged)
     if not wide:
         launch(
             _rms_norm_bwd_kernel,
@@ -469,7 +459,7 @@ def _bwd(
             NEEDS_DW=needs_dw,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            STAGES=3,
+            STAGES=pipeline_stages(bytes_a_tile),
             num_warps=num_warps,
         )
     else:
@@ -530,6 +520,9 @@ class _RMSNorm(torch.autograd.Function):
         cast: str,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y, s, rstd = _fwd(x, weight, residual, eps, offset, cast)
+        ctx.set_materialize_grads(False)
+        if residual is not None and not (ctx.needs_input_grad[0] or ctx.needs_input_grad[2]):
+            ctx.mark_non_differentiable(s)
         ctx.save_for_backward(x if residual is None else s, weight, rstd)
         ctx.offset, ctx.cast = offset, cast
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
@@ -537,12 +530,12 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, ds_out: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, ds_out: Tensor | None = None) -> tuple[Tensor | None, ...]:
         s, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw, needs_dresidual = ctx.needs_input_grad[:3]
-        ds, dw = _bwd(
-            dy, s, weight, rstd, ds_out, ctx.offset, ctx.cast, needs_dx or needs_dresidual, needs_dw
-        )
+        if dy is None:
+            dy = torch.zeros_like(s)
+        ds, dw = _bwd(dy, s, weight, rstd, ds_out, ctx.offset, ctx.cast, needs_dx or needs_dresidual, needs_dw)
         x_dtype, residual_dtype = ctx.dtypes
         dx = ds.to(x_dtype) if needs_dx else None
         dresidual = ds.to(residual_dtype) if needs_dresidual else None
@@ -552,9 +545,7 @@ class _RMSNorm(torch.autograd.Function):
 # ---- public ----
 
 
-def _supports(
-    x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, **_: Any
-) -> list[str]:
+def _supports(x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, **_: Any) -> list[str]:
     reasons = []
     if any(t is not None and t.dtype == torch.float64 for t in (x, weight, residual)):
         reasons.append("float64 is computed by the reference")
@@ -581,7 +572,7 @@ def rms_norm(
         x: `[..., N]`, floating point, any strides.
         weight: `[N]`, or None for a norm without a scale.
         eps: added to the mean square.
-        offset: added to the weight in fp32; 1 for models that store the weight minus one.
+        offset: added to the weight in fp32; 1 for models that store the weight minus one; 0 without a weight.
         cast: where the fp32 result is rounded to the dtype of `s`: "cast_then_scale" before the weight, so that
             an fp32 weight gives an fp32 result; "scale_then_cast" after it, the result has the dtype of `s`;
             "none" rounds once, to the promoted dtype of `s` and `weight`.
@@ -602,8 +593,9 @@ def rms_norm(
     require_floating(name, x=x, weight=weight, residual=residual)
     require(x.dim() >= 1, name, "x", "at least one axis", "a scalar")
     require_one_of(name, "cast", cast, CASTS)
+    require(weight is not None or offset == 0, name, "offset", "0 without a weight", offset)
     if weight is not None:
-        require(weight.shape == x.shape[-1:], name, "weight", f"shape ({x.shape[-1]},)", tuple(weight.shape))
+        require(weight.shape == x.shape[-1:], name, "weight", f"shape {tuple(x.shape[-1:])}", tuple(weight.shape))
     if residual is not None:
         require(residual.shape == x.shape, name, "residual", f"shape {tuple(x.shape)}", tuple(residual.shape))
     require_same_device(name, x=x, weight=weight, residual=residual)

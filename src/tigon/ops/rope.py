@@ -25,11 +25,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._launch import cdiv, launch, next_power_of_2
-from ._op import define, op, runs_reference
+from ._op import define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 
 Layout = Literal["half", "interleaved", "interleaved_to_half"]
@@ -85,10 +84,9 @@ def _rotate_heads(
     y_stride_h,
     y_stride_s,
     batch,
-    group,
-    num_heads,
+    heads,
     tokens,
-    token_mask,
+    mask,
     c1,
     s1,
     c2,
@@ -97,34 +95,30 @@ def _rotate_heads(
     PAIRS_OUT: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    # Heads lead, so that a thread keeps its token, and with it the table values in registers, from head to head.
-    heads = group.to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask = (heads < num_heads)[:, None, None] & token_mask[None, :, None]
-    x_rows = x_ptr + batch * x_stride_b + (heads * x_stride_h)[:, None, None] + (tokens * x_stride_s)[None, :, None]
-    y_rows = y_ptr + batch * y_stride_b + (heads * y_stride_h)[:, None, None] + (tokens * y_stride_s)[None, :, None]
-    cols = tl.arange(0, BLOCK_R)[None, None, :]
-    both = tl.arange(0, 2 * BLOCK_R)[None, None, :]
+    x_rows = x_ptr + batch * x_stride_b + (heads * x_stride_h + tokens * x_stride_s)[:, None]
+    y_rows = y_ptr + batch * y_stride_b + (heads * y_stride_h + tokens * y_stride_s)[:, None]
+    cols = tl.arange(0, BLOCK_R)[None, :]
+    both = tl.arange(0, 2 * BLOCK_R)[None, :]
     if PAIRS_IN:
         x = tl.load(x_rows + both, mask=mask & (both < 2 * HALF), other=0.0).to(tl.float32)
-        x1, x2 = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_T, BLOCK_R, 2)))
+        x1, x2 = tl.split(tl.reshape(x, (ROWS, BLOCK_R, 2)))
     else:
         x1 = tl.load(x_rows + cols, mask=mask & (cols < HALF), other=0.0).to(tl.float32)
         x2 = tl.load(x_rows + HALF + cols, mask=mask & (cols < HALF), other=0.0).to(tl.float32)
     y1 = x1 * c1 - x2 * s1
     y2 = x2 * c2 + x1 * s2
     if PAIRS_OUT:
-        y = tl.reshape(tl.join(y1, y2), (BLOCK_H, BLOCK_T, 2 * BLOCK_R))
+        y = tl.reshape(tl.join(y1, y2), (ROWS, 2 * BLOCK_R))
         tl.store(y_rows + both, y, mask=mask & (both < 2 * HALF))
     else:
         tl.store(y_rows + cols, y1, mask=mask & (cols < HALF))
         tl.store(y_rows + HALF + cols, y2, mask=mask & (cols < HALF))
     if REST > 0:
-        rest = tl.arange(0, BLOCK_REST)[None, None, :]
+        rest = tl.arange(0, BLOCK_REST)[None, :]
         rest_mask = mask & (rest < REST)
         # Not through fp32, which would change the payload of a NaN.
         kept = tl.load(x_rows + 2 * HALF + rest, mask=rest_mask)
@@ -181,13 +175,17 @@ def _rope_kernel(
     token_block = tl.program_id(0) // num_groups
     blocks_per_sequence = tl.cdiv(num_tokens, BLOCK_T)
     batch = (token_block // blocks_per_sequence).to(tl.int64)
-    tokens = (token_block % blocks_per_sequence).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    token_mask = tokens < num_tokens
 
-    cols = tl.arange(0, BLOCK_R)
-    mask = token_mask[:, None] & (cols < HALF)[None, :]
-    cos_tile = cos_ptr + batch * cos_stride_b + (tokens * cos_stride_s)[:, None] + (cols * cos_stride_r)[None, :]
-    sin_tile = sin_ptr + batch * sin_stride_b + (tokens * sin_stride_s)[:, None] + (cols * sin_stride_r)[None, :]
+    # Rows of two axes in one: a tile of three axes makes older compilers shuffle it through shared memory.
+    ROWS: tl.constexpr = BLOCK_T * BLOCK_H
+    rows = tl.arange(0, ROWS)
+    tokens = (token_block % blocks_per_sequence).to(tl.int64) * BLOCK_T + rows % BLOCK_T
+    token_mask = (tokens < num_tokens)[:, None]
+    cols = tl.arange(0, BLOCK_R)[None, :]
+    mask = token_mask & (cols < HALF)
+    # Read again for each head of the group, from the first-level cache.
+    cos_tile = cos_ptr + batch * cos_stride_b + (tokens * cos_stride_s)[:, None] + cols * cos_stride_r
+    sin_tile = sin_ptr + batch * sin_stride_b + (tokens * sin_stride_s)[:, None] + cols * sin_stride_r
     c1 = tl.load(cos_tile, mask=mask, other=0.0).to(tl.float32)
     s1 = tl.load(sin_tile, mask=mask, other=0.0).to(tl.float32)
     if FULL_TABLES:
@@ -198,21 +196,22 @@ def _rope_kernel(
         s2 = s1
     if TRANSPOSED:
         s1, s2 = -s2, -s1
-    c1, s1, c2, s2 = c1[None, :, :], s1[None, :, :], c2[None, :, :], s2[None, :, :]
 
     if group < q_groups:
+        heads = group.to(tl.int64) * BLOCK_H + rows // BLOCK_T
         _rotate_heads(
             q_ptr, q_out_ptr,
             q_stride_b, q_stride_h, q_stride_s, q_out_stride_b, q_out_stride_h, q_out_stride_s,
-            batch, group, num_q_heads, tokens, token_mask, c1, s1, c2, s2,
-            PAIRS_IN, PAIRS_OUT, HALF, REST, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
+            batch, heads, tokens, token_mask & (heads < num_q_heads)[:, None], c1, s1, c2, s2,
+            PAIRS_IN, PAIRS_OUT, HALF, REST, ROWS, BLOCK_R, BLOCK_REST,
         )  # fmt: skip
     elif HAS_K:
+        heads = (group - q_groups).to(tl.int64) * BLOCK_H + rows // BLOCK_T
         _rotate_heads(
             k_ptr, k_out_ptr,
             k_stride_b, k_stride_h, k_stride_s, k_out_stride_b, k_out_stride_h, k_out_stride_s,
-            batch, group - q_groups, num_k_heads, tokens, token_mask, c1, s1, c2, s2,
-            PAIRS_IN, PAIRS_OUT, HALF, REST, BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST,
+            batch, heads, tokens, token_mask & (heads < num_k_heads)[:, None], c1, s1, c2, s2,
+            PAIRS_IN, PAIRS_OUT, HALF, REST, ROWS, BLOCK_R, BLOCK_REST,
         )  # fmt: skip
 
 

@@ -103,6 +103,8 @@ class OpSpec:
         empty: a case without elements.
         cost: of one case at an item size in bytes.
         mutations: at least three.
+        floor: absolute error that a case by name may have where its results cancel to rounding noise, each with a
+            comment that says why.
         factor: budget factor for a case by name where 2 is not right, each with a comment that says why.
         compile_cases: names of cases whose kernels are compiled for every target; all `models_only` ones if empty.
     """
@@ -115,6 +117,7 @@ class OpSpec:
     cost: Callable[[Case, int], Cost]
     mutations: tuple[Mutation, ...]
     factor: Mapping[str, float] = field(default_factory=dict)
+    floor: Mapping[str, float] = field(default_factory=dict)
     compile_cases: tuple[str, ...] = ()
 
     def case(self, name: str) -> Case:

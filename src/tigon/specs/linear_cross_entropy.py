@@ -103,7 +103,6 @@ SPEC = OpSpec(
         Case("all_ignored", {"M": 5, "D": 16, "V": 40, "bias": 1, "all_ignored": 1}),
         Case("fp32", {"M": 8, "D": 64, "V": 128, "fp32": 1}),
         Case("llama_8b", {"M": 8192, "D": 4096, "V": 128256}, models_only=True),
-        Case("llama_8b_long", {"M": 32768, "D": 4096, "V": 128256}, models_only=True),
         Case("softcap_256000", {"M": 8192, "D": 2304, "V": 256000}, {"softcap": 30.0}, models_only=True),
         Case("small_151936", {"M": 8192, "D": 1024, "V": 151936}, models_only=True),
     ),

@@ -23,16 +23,23 @@ def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
         # As attention makes them: a projection of each token, seen with the heads in front.
         return x if heads_axis == 2 else x.transpose(1, 2)
 
-    # Normal values, not angles: a kernel that takes one half of a table for the other cannot hide.
+    # Normal values, not angles: a kernel that takes one half of a table for the other cannot hide. The cases of
+    # models have the repeated halves of models, which is all that some peers read.
     table_shape = (case.S, 2 * half if case.options.get("tables", "full") == "full" else half)
     if case.sizes.get("table_batch"):
         table_shape = (case.table_batch, *table_shape)
     table_dtype = torch.float32 if case.sizes.get("fp32_tables") else None
+
+    def table() -> Tensor:
+        drawn = make.randn(*table_shape, dtype=table_dtype)
+        repeated = case.models_only and table_shape[-1] == 2 * half
+        return torch.cat((drawn[..., :half],) * 2, -1) if repeated else drawn
+
     return {
         "q": heads(case.Hq),
         "k": None if case.sizes.get("alone") else heads(case.Hk),
-        "cos": make.randn(*table_shape, dtype=table_dtype),
-        "sin": make.randn(*table_shape, dtype=table_dtype),
+        "cos": table(),
+        "sin": table(),
     }
 
 

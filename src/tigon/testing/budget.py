@@ -36,9 +36,10 @@ class Measured:
         return max(shares)
 
 
-def measure(actual: Tensor, low: Tensor, high: Tensor, *, factor: float = 2.0) -> Measured:
+def measure(actual: Tensor, low: Tensor, high: Tensor, *, factor: float = 2.0, floor: float = 0.0) -> Measured:
     """Errors of `actual` against `high` and the bounds that `low` sets.
 
+    `floor` is added to the bound: the absolute error allowed where a result cancels to rounding noise.
     Values that are not finite in `high` must be the same in `actual`; they do not enter the errors.
 
     Raises:
@@ -63,16 +64,18 @@ def measure(actual: Tensor, low: Tensor, high: Tensor, *, factor: float = 2.0) -
     actual_error, low_error = (a - h).abs(), (b - h).abs()
     return Measured(
         rms_error=float(actual_error.square().mean().sqrt()),
-        rms_bound=float(factor * low_error.square().mean().sqrt() + NOISE * h.square().mean().sqrt()),
+        rms_bound=float(factor * low_error.square().mean().sqrt() + NOISE * h.square().mean().sqrt() + floor),
         max_error=float(actual_error.max()),
-        max_bound=float(2 * factor * low_error.max() + NOISE * h.abs().max()),
+        max_bound=float(2 * factor * low_error.max() + NOISE * h.abs().max() + 2 * floor),
     )
 
 
-def assert_within_budget(name: str, actual: Tensor, low: Tensor, high: Tensor, *, factor: float = 2.0) -> Measured:
+def assert_within_budget(
+    name: str, actual: Tensor, low: Tensor, high: Tensor, *, factor: float = 2.0, floor: float = 0.0
+) -> Measured:
     """Raise AssertionError naming the tensor, its error and its bound unless `actual` keeps the budget."""
     try:
-        measured = measure(actual, low, high, factor=factor)
+        measured = measure(actual, low, high, factor=factor, floor=floor)
     except AssertionError as error:
         raise AssertionError(f"{name}: {error}") from None
     if measured.ratio > 1:

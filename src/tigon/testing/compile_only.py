@@ -242,8 +242,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("needs Triton, and TRITON_INTERPRET unset")
     failed, seen = 0, set()
     for target in chosen.target or TARGETS:
-        # Turing has no bf16 conversion instruction; the operators refuse bf16 there.
-        dtypes = chosen.dtype or (["float16"] if target == "sm_75" else ["bfloat16"])
+        # Turing has no bf16 conversion instruction; the operators refuse bf16 there. fp32 needs the most space.
+        dtypes = chosen.dtype or ["float16" if target == "sm_75" else "bfloat16", "float32"]
         for spec in all_specs().values():
             if chosen.op and spec.name not in chosen.op:
                 continue

@@ -98,11 +98,11 @@ def patch(
     report = Report(type(model).__name__, grouped(finding[:6] for finding in findings))
     if strict and report.kept:
         raise ValueError(f"patch: strict: expected every form to be replaced, got\n{report}")
-    done: list[nn.Module] = []
+    by_name, done = dict(modules), []
     try:
         for finding in findings:
             if finding.act is not None:
-                done.append(dict(modules)[finding.name])
+                done.append(by_name[finding.name])
                 finding.act()
     except BaseException:
         for module in done:

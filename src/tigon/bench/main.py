@@ -14,7 +14,7 @@ from . import report, store
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `tigon bench`."""
     parser.add_argument("--op", action="append", default=[], help="operator; may be repeated; all when left out")
-    parser.add_argument("--case", action="append", default=[], help="case of the one operator named; may be repeated")
+    parser.add_argument("--case", action="append", default=[], help="only cases of this name; may be repeated")
     parser.add_argument(
         "--peers",
         default=",".join(peer_modules.NAMES),
@@ -48,18 +48,23 @@ def run(arguments: argparse.Namespace) -> int:
     unknown = [name for name in arguments.op if name not in specs]
     if unknown:
         raise ValueError(f"bench: --op: expected some of {', '.join(specs)}, got {', '.join(unknown)}")
-    if arguments.case and len(arguments.op) != 1:
-        raise ValueError("bench: --case: expected exactly one --op beside it")
+    ops = arguments.op or list(specs)
+    known = {case.name for name in ops for case in specs[name].cases}
+    if not set(arguments.case) <= known:
+        raise ValueError(f"bench: --case: expected some of {', '.join(sorted(known))}, got {', '.join(arguments.case)}")
     if arguments.rounds < 3:
         raise ValueError(f"bench: --rounds: expected at least 3, got {arguments.rounds}")
     chosen = peer_modules.peers(tuple(n for n in arguments.peers.split(",") if n))
     command = "tigon bench" + "".join(f" --op {shlex.quote(n)}" for n in arguments.op)
-    for name in arguments.op or list(specs):
+    for name in ops:
+        named = tuple(c for c in arguments.case if c in {case.name for case in specs[name].cases})
+        if arguments.case and not named:
+            continue
         rows = []
         for row in measure_op(
             specs[name],
             chosen,
-            cases=tuple(arguments.case),
+            cases=named,
             dtype=getattr(torch, arguments.dtype),
             command=command,
             rounds=arguments.rounds,

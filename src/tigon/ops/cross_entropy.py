@@ -296,13 +296,15 @@ def _cross_entropy_kernel(
 
 # ---- operators ----
 
-_BLOCK_V = 8192
 
+def _blocks(num_cols: int, has_statistics: bool, has_gradient: bool, has_options: bool) -> tuple[int, int]:
+    """BLOCK_V and num_warps, measured on an H200 at 8192 x 128256 (MEASURED.md).
 
-def _blocks(num_cols: int) -> tuple[int, int]:
-    """BLOCK_V and num_warps."""
-    block = min(max(next_power_of_2(num_cols), 128), _BLOCK_V)
-    return block, 4 if block <= 1024 else 8 if block <= 4096 else 16
+    The statistics are a chain of maxima from block to block, so small blocks, of which more are resident, go first. Options need registers, so with them a thread takes fewer elements.
+    """
+    block, num_warps = (4096, 8 if has_gradient or has_options else 4) if has_statistics else (8192, 16)
+    needed = max(next_power_of_2(num_cols), 128)
+    return (block, num_warps) if needed >= block else (needed, 4 if needed <= 1024 else min(num_warps, 8))
 
 
 def _row_layout(x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -350,7 +352,9 @@ def launch_rows(
     """Fill `ce`, `squares`, `stats` where `ce` is given, else read `stats`; fill `dlogits` where that is given."""
     logits, inner_rows, outer_stride, inner_stride = _row_layout(logits)
     num_cols = logits.shape[-1]
-    block, num_warps = _blocks(num_cols)
+    block, num_warps = _blocks(
+        num_cols, ce is not None, dlogits is not None, label_smoothing != 0 or softcap is not None
+    )
     dce, dce_stride = _flat_stride(dce)
     dsquares, dsquares_stride = _flat_stride(dsquares)
     smoothed = label_smoothing != 0

@@ -5,11 +5,9 @@ The package can be called: `tigon.patch(model)` is `tigon.patch.patch(model)`, w
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
-from collections.abc import Iterable
-
-from torch import nn
 
 from ._apply import patch, unpatch
 from .report import Report, Row
@@ -18,17 +16,9 @@ __all__ = ["Report", "Row", "patch", "unpatch"]
 
 
 class _Callable(types.ModuleType):
-    def __call__(
-        self,
-        model: nn.Module,
-        *,
-        only: Iterable[str] | None = None,
-        skip: Iterable[str] | None = None,
-        strict: bool = False,
-    ) -> Report:
-        return patch(model, only=only, skip=skip, strict=strict)
-
-    __call__.__doc__ = patch.__doc__
+    __call__ = staticmethod(patch)
 
 
 sys.modules[__name__].__class__ = _Callable
+# A callable instance would show its signature without the first argument.
+__signature__ = inspect.signature(patch)

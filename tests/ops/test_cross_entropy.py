@@ -155,7 +155,7 @@ def test_both_outputs_have_a_gradient(backend: str) -> None:
 # Rows that do not count.
 
 
-@pytest.mark.parametrize("options", [{}, {"num_items": 12}, {"class_weight": torch.rand(8)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_items": 12}, {"class_weight": torch.ones(8)}], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_all_ignored_is_zero(backend: str, reduction: str, options: dict[str, Any]) -> None:
     if reduction != "mean" and "num_items" in options:
@@ -372,6 +372,23 @@ def test_layouts(backend: str, view: Callable[[Tensor], Tensor]) -> None:
         assert torch.equal(actual[1], expected[1])
 
 
+def test_axes_of_one_row_cost_no_copy() -> None:
+    x = torch.empty(2, 3, 4, 5, 30)
+    for view, layout in (
+        (x, (1, 30, 0)),
+        (x[:, :1, :3], (15, 1800, 30)),
+        (x[:, :1, :, :1], (4, 1800, 150)),
+        (x[1, 1, 1, 1], (1, 0, 0)),
+        (x[:1].expand(6, -1, -1, -1, -1), (60, 0, 30)),
+    ):
+        rows, *found = module._row_layout(view)
+        assert tuple(found) == layout
+        assert rows.data_ptr() == view.data_ptr()
+    rows, *found = module._row_layout(x[:, :2, :3, :4])
+    assert tuple(found) == (1, 30, 0)
+    assert rows.is_contiguous()
+
+
 FAR_ROWS = """
 import mmap, torch, tigon
 stride, n = 2**30 + 64, 8
@@ -423,7 +440,9 @@ def test_label_that_is_no_class_raises(backend: str, label: int) -> None:
         tigon.cross_entropy(torch.randn(2, 2, 8), labels)
 
 
-@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "label_smoothing": 0.1, "class_weight": torch.rand(8)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"z_loss": 0.1, "label_smoothing": 0.1, "class_weight": torch.linspace(0.1, 2, 8)}]
+)
 def test_label_that_is_no_class_is_nan_where_it_is_not_read(backend: str, options: dict[str, Any]) -> None:
     """Compiled code reads no labels; neither may a GPU be waited for."""
     logits, labels = torch.randn(4, 8), torch.tensor([1, 8, -100, -5])

@@ -18,7 +18,6 @@ scalar loss the gradients.   Source: Wijmans et al. 2024, arXiv:2411.09009, and 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -303,13 +302,6 @@ def _drive(
     return dhidden, total, dbias
 
 
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The dtypes were settled outside, also those that autocast leaves alone and would change in a product."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
-
-
 def _finished(total: Tensor | None, like: Tensor, is_needed: bool) -> Tensor:
     """A gradient in the dtype of its input: zeros where there were no rows, without elements where not needed."""
     if not is_needed:
@@ -321,8 +313,7 @@ def _gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, needs: Sequence[bool], settings: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_drive`, then the gradients in their dtypes, for which its buffer of logits makes room."""
-    with _without_autocast(hidden.device):
-        dhidden, dweight, dbias = _drive(hidden, weight, bias, *rest, needs, *settings)
+    dhidden, dweight, dbias = _drive(hidden, weight, bias, *rest, needs, *settings)
     b = weight[:, 0] if bias is None else bias
     return dhidden, _finished(dweight, weight, needs[1]), _finished(dbias, b, needs[2])
 

@@ -300,7 +300,8 @@ def _cross_entropy_kernel(
 def _blocks(num_cols: int, has_statistics: bool, has_gradient: bool, has_options: bool) -> tuple[int, int]:
     """BLOCK_V and num_warps, measured on an H200 at 8192 x 128256 (MEASURED.md).
 
-    The statistics are a chain of maxima from block to block, so small blocks, of which more are resident, go first. Options need registers, so with them a thread takes fewer elements.
+    The statistics are a chain of maxima from block to block, so small blocks, of which more are resident, go first.
+    Options need registers, so with them a thread takes fewer elements.
     """
     block, num_warps = (4096, 8 if has_gradient or has_options else 4) if has_statistics else (8192, 16)
     needed = max(next_power_of_2(num_cols), 128)

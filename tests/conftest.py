@@ -37,6 +37,9 @@ import torch
 import tigon
 from tigon.ops import _op
 
+# Numbers drawn while tests are collected must be the same in every worker, since they may stand in a test's name.
+torch.manual_seed(0)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device the tests run on: cpu (interpreter) or cuda")

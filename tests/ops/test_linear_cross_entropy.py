@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -586,6 +587,29 @@ def test_compiled_for_one_trainable_input(backend: str) -> None:
     torch.testing.assert_close(weight.grad, expected[2])
     with torch.no_grad():
         torch.testing.assert_close(compiled(hidden, weight, labels), expected[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "return_z_loss": True}, {"reduction": "sum"}], ids=str)
+def test_fake_tensors_have_shapes(backend: str, options: dict[str, Any]) -> None:
+    """What estimates memory or exports a step runs it on tensors without values."""
+    with FakeTensorMode():
+        hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+        out = tigon.linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.int64), **options)
+        (out if isinstance(out, Tensor) else out.loss).backward()
+        assert hidden.grad.shape == (5, 8)
+        assert weight.grad.shape == (40, 8)
+
+
+def test_other_tensor_subclasses_go_to_plain_torch(backend: str) -> None:
+    class Sharded(Tensor):
+        pass
+
+    hidden, weight, labels = _inputs(5, 8, 40)
+    leaf = hidden.as_subclass(Sharded).requires_grad_()
+    with mock.patch.object(module, "_fwd", side_effect=AssertionError):
+        loss = tigon.linear_cross_entropy(leaf, weight, labels)
+    loss.backward()
+    torch.testing.assert_close(loss.as_subclass(Tensor).detach(), F.cross_entropy(hidden @ weight.t(), labels))
 
 
 def test_registered_operators_are_sound() -> None:

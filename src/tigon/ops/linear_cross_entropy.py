@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import _op
 from ._check import require, require_floating, require_same_device
 from ._launch import as_rows, cdiv, launch
 from ._op import define, once_differentiable, op, runs_reference
@@ -474,6 +475,7 @@ class _ScalarLoss(torch.autograd.Function):
         divisor: Tensor,
         squares_divisor: Tensor | None,
         returns_z_loss: bool,
+        is_traced: bool,
         settings: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, ...]:
         inputs = hidden, weight, bias, labels, class_weight
@@ -481,9 +483,8 @@ class _ScalarLoss(torch.autograd.Function):
         squares_divisor = divisor if squares_divisor is None else squares_divisor
         factors = divisor.reciprocal(), squares_divisor.reciprocal()
         ce, squares, stats, *gradients = _fwd(*inputs, *factors, *settings)
-        ctx.settings = settings
-        ctx.is_traced = torch.compiler.is_compiling()
-        if ctx.is_traced:
+        ctx.settings, ctx.is_traced = settings, is_traced
+        if is_traced:
             ctx.save_for_backward(*gradients)
         else:
             # Not saved tensors: backward takes them out, so that nothing else holds them when it hands them over.
@@ -509,7 +510,7 @@ class _ScalarLoss(torch.autograd.Function):
             dsquares = dloss if dz_loss is None else dloss + dz_loss
             gradients = _bwd(*inputs, stats, dloss * factor, dsquares * squares_factor, *ctx.settings)
         wanted = (g if is_needed else None for g, is_needed in zip(gradients, ctx.settings[0], strict=True))
-        return *wanted, None, None, None, None, None, None
+        return *wanted, None, None, None, None, None, None, None
 
 
 # ---- public ----
@@ -523,7 +524,7 @@ def _matmul_dtype(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
     """
     device = hidden.device.type
     cast = None
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in ("cuda", "cpu", "xpu") and torch.is_autocast_enabled(device):
         cast = torch.get_autocast_dtype(device)
 
     def used(t: Tensor) -> torch.dtype:
@@ -533,6 +534,11 @@ def _matmul_dtype(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
         if tensor is not None:
             require(used(tensor) == used(hidden), name, argument, f"dtype {hidden.dtype} of hidden", tensor.dtype)
     return used(hidden)
+
+
+def _is_foreign(t: Tensor | None) -> bool:
+    """A tensor subclass with rules of its own, such as a sharded tensor: only plain torch knows what to do with it."""
+    return t is not None and type(t) not in _op._PLAIN_TENSORS and type(t).__name__ not in _op._TRACED
 
 
 def _supports(hidden: Tensor, weight: Tensor | None = None, labels: Tensor | None = None, **_: Any) -> list[str]:
@@ -595,7 +601,8 @@ def linear_cross_entropy(
               A mean or a sum takes three matrix products. A fourth, of logits computed again in backward, is the
               price of reduction "none", of fp16 (whose range needs the loss scale before rounding), of an
               upstream gradient for the returned z-loss, and of a second backward.
-    Differs from the reference: never in formula; order of summation over V and over rows.
+    Differs from the reference: never in formula; order of summation over V and over rows. Tensor subclasses go to the
+              reference itself, which stores all logits.
     Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
     """
     name = "linear_cross_entropy"
@@ -619,7 +626,23 @@ def linear_cross_entropy(
     require(max_logits_bytes >= row_bytes, name, "max_logits_bytes", expected, max_logits_bytes)
     labels = checked_labels(name, labels, num_classes, ignore_index)
 
-    has_kernel = not runs_reference(name, hidden)
+    has_kernel = not runs_reference(name, hidden, weight, labels, bias=bias)
+    if not has_kernel and any(_is_foreign(t) for t in (hidden, weight, labels, bias)):
+        return linear_cross_entropy_reference(
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            class_weight=class_weight,
+            reduction=reduction,
+            num_items=num_items,
+            logit_scale=logit_scale,
+            return_z_loss=return_z_loss,
+        )
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
     scale = None if logit_scale is None else float(logit_scale)
     settings = needs, dtype, z_loss, max_logits_bytes, has_kernel, ignore_index, label_smoothing, softcap, scale
@@ -627,12 +650,13 @@ def linear_cross_entropy(
     divisors = mean_divisors(labels, class_weight, ignore_index, num_items, wide) if reduction == "mean" else None
     inputs = hidden, weight, bias, labels, class_weight
     returns_z_loss = return_z_loss and z_loss != 0
-    # A compiled graph asks for the gradient of every output, so that the one of the z-loss would be known late.
-    is_late = reduction == "none" or dtype == torch.float16 or (returns_z_loss and torch.compiler.is_compiling())
+    is_traced = torch.compiler.is_compiling() or type(hidden) not in _op._PLAIN_TENSORS
+    # A traced graph asks for the gradient of every output, so that the one of the z-loss would be known late.
+    is_late = reduction == "none" or dtype == torch.float16 or (returns_z_loss and is_traced)
     if any(needs) and not is_late:
         divisor, squares_divisor = divisors or (labels.new_ones((), dtype=wide), None)
         squares_divisor = None if squares_divisor is divisor else squares_divisor
-        out = _ScalarLoss.apply(*inputs, divisor, squares_divisor, returns_z_loss, settings)
+        out = _ScalarLoss.apply(*inputs, divisor, squares_divisor, returns_z_loss, is_traced, settings)
         if returns_z_loss:
             return CrossEntropyOutput(*out)
         return CrossEntropyOutput(out, torch.zeros_like(out)) if return_z_loss else out

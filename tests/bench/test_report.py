@@ -66,7 +66,7 @@ def test_table_shows_both_sides_and_marks_the_fastest() -> None:
     (line,) = [t for t in table.splitlines() if t.startswith("| rms_norm")]
     assert "| 1.500 | **1.250** | - | - | - |" in line
     assert "M 8 x N 4 |" in line
-    assert "tigon bench" in table
+    assert "tigon bench --output" in table
 
 
 def test_readme_is_rewritten_between_markers_only(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
@@ -55,13 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rounds < 3:
         raise ValueError(f"bench: --rounds: expected at least 3, got {arguments.rounds}")
     chosen = peer_modules.peers(tuple(n for n in arguments.peers.split(",") if n))
-    command = "tigon bench" + "".join(f" --op {shlex.quote(n)}" for n in arguments.op)
+    flags = [f"--op {name}" for name in arguments.op] + [f"--case {name}" for name in arguments.case]
+    command = " ".join(["tigon bench", *flags, f"--dtype {arguments.dtype}", f"--rounds {arguments.rounds}"])
     for name in ops:
         named = tuple(c for c in arguments.case if c in {case.name for case in specs[name].cases})
         if arguments.case and not named:
             continue
-        rows = []
-        for row in measure_op(
+        for rows in measure_op(
             specs[name],
             chosen,
             cases=named,
@@ -70,10 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
             rounds=arguments.rounds,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         ):
-            rows.append(row)
-            print(report.text_table([row]).splitlines()[-1], flush=True)
-        if arguments.output is not None and rows:
-            for path in store.write(rows, arguments.output):
+            print("\n".join(report.text_table(rows).splitlines()[1:]), flush=True)
+            # After every case, so that an interruption loses none that is finished.
+            for path in store.write(rows, arguments.output) if arguments.output is not None else ():
                 print(f"wrote {path}")
                 if arguments.plot:
                     report.plot(store.read(path), path.with_suffix(".png"))

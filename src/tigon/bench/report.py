@@ -69,7 +69,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
         f"Milliseconds for forward and backward, {some.dtype}, cold cache, medians of interleaved launches on one "
         f"{some.gpu}; torch {some.torch}, Triton {some.triton}, {_versions(rows)}, {some.date}. The roof is the copy "
         "bandwidth, or the matrix products alone, measured in the same run. "
-        f"Repeat with `{some.command}`; rows in `benchmarks/results/`.",
+        "Repeat with `tigon bench --output benchmarks/results`; each row there has its own command and commit.",
     ]
     return "\n".join(lines)
 

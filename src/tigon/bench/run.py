@@ -218,8 +218,8 @@ def measure_op(
     command: str = "",
     rounds: int = 25,
     say: Callable[[str], None] = print,
-) -> Iterator[Row]:
-    """Rows of all `models_only` cases of `spec`, or of those named.
+) -> Iterator[list[Row]]:
+    """Rows of all `models_only` cases of `spec`, or of those named, a list for each case.
 
     Raises:
         ValueError: no CUDA device, or an unknown case.
@@ -230,8 +230,10 @@ def measure_op(
     roof = copy_gbps()
     say(f"copy bandwidth {roof:.0f} GB/s")
     for case in chosen:
-        yield from measure_case(
-            spec, case, peers, dtype=dtype, modes=modes, roof_gbps=roof, command=command, rounds=rounds, say=say
+        yield list(
+            measure_case(
+                spec, case, peers, dtype=dtype, modes=modes, roof_gbps=roof, command=command, rounds=rounds, say=say
+            )
         )
         gc.collect()
         torch.cuda.empty_cache()

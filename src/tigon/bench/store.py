@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -71,9 +72,10 @@ def version_of(distribution: str) -> str:
 
 
 def _commit() -> str:
+    """The commit of a checkout; TIGON_COMMIT names that of sources that are copied without their history."""
     here = Path(__file__).parent
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.stdout.strip() if done.returncode == 0 else os.environ.get("TIGON_COMMIT", "")
 
 
 def gpu_folder(gpu: str) -> str:

@@ -102,9 +102,9 @@ SPEC = OpSpec(
         Case("num_items", {"M": 9, "D": 16, "V": 31}, {"num_items": 100, "z_loss": 1e-3}),
         Case("all_ignored", {"M": 5, "D": 16, "V": 40, "bias": 1, "all_ignored": 1}),
         Case("fp32", {"M": 8, "D": 64, "V": 128, "fp32": 1}),
-        Case("llama_8b", {"M": 8192, "D": 4096, "V": 128256}, models_only=True),
-        Case("softcap_256000", {"M": 8192, "D": 2304, "V": 256000}, {"softcap": 30.0}, models_only=True),
-        Case("small_151936", {"M": 8192, "D": 1024, "V": 151936}, models_only=True),
+        Case("hidden_4096", {"M": 8192, "D": 4096, "V": 128256}, models_only=True),
+        Case("softcap_2304", {"M": 8192, "D": 2304, "V": 256000}, {"softcap": 30.0}, models_only=True),
+        Case("hidden_1024", {"M": 8192, "D": 1024, "V": 151936}, models_only=True),
     ),
     inputs=_inputs,
     differentiable=("hidden", "weight", "bias"),
@@ -118,6 +118,8 @@ SPEC = OpSpec(
         Mutation("dweight of the last chunk alone", _dweight_of_last_chunk),
         Mutation("mean of the means of chunks", _chunks_averaged),
     ),
+    # The loss is one number from nine rows: the reference's own error in it is one draw, which may be next to zero.
+    factor={"z_loss": 4.0},
     # fp32 launches what fp16 does not: its gradients wait for the upstream gradient instead of being multiplied.
-    compile_cases=("llama_8b", "softcap_256000", "fp32", "softcap_scale", "class_weight", "z_loss"),
+    compile_cases=("hidden_4096", "softcap_2304", "fp32", "softcap_scale", "class_weight", "z_loss"),
 )

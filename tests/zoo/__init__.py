@@ -1,0 +1,1 @@
+"""Every language model class of transformers, tiny, native against patched."""

@@ -96,3 +96,8 @@ def test_interpreter_gap_is_seen() -> None:
     """The light-import test must be able to fail: an interpreter that loads matplotlib shows it."""
     out = in_fresh_interpreter("import sys, matplotlib; print('matplotlib' in sys.modules)")
     assert out.strip() == "True"
+
+
+def test_the_compiler_is_not_imported() -> None:
+    """Importing torch's compiler takes longer than all of tigon; it is asked for only where it runs."""
+    in_fresh_interpreter("import sys, tigon\nassert 'torch._dynamo' not in sys.modules, 'imports the compiler'")

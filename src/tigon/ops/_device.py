@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 from ._triton import HAS_TRITON, INTERPRETED
@@ -11,11 +14,20 @@ MIN_CAPABILITY = (7, 5)
 # Round-to-nearest conversion to bf16 is a hardware instruction from here on.
 MIN_BF16_CAPABILITY = (8, 0)
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant_while_compiling(function: F) -> F:
+    """What `torch.compiler.assume_constant_result` does, without the second that importing the compiler takes."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 _capability: dict[int, tuple[int, int]] = {}
 _num_sms: dict[int, int] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_while_compiling
 def capability(index: int) -> tuple[int, int]:
     """Compute capability of CUDA device `index`; on ROCm the major and minor of its gfx number."""
     if index not in _capability:

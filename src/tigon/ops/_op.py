@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from ._device import why_no_kernels
+from ._device import constant_while_compiling, why_no_kernels
 
 logger = logging.getLogger("tigon")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -181,7 +181,7 @@ def runs_reference(name: str, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result
+@constant_while_compiling
 def _log_fallback(name: str, reasons: str) -> None:
     message = f"{name} runs on plain torch: {reasons}"
     if message not in _logged:

@@ -114,6 +114,8 @@ FUSED = {
     "to": lambda z: z.to(torch.float32) * 3,
     "to dtype=": lambda z: z.to(dtype=torch.float32),
     "all columns": lambda z: z[..., :61],
+    "all rows": lambda z: z[:, -9:, :] * 2,
+    "rows around a scale": lambda z: (z[..., 0:, :] / 2)[:, :],
 }
 MATERIALISED = {
     "sigmoid": torch.sigmoid,
@@ -128,6 +130,9 @@ MATERIALISED = {
     "over a tensor": lambda z: z / torch.linspace(1, 2, 61),
     "clamp": lambda z: z.clamp(-1, 1),
     "function": lambda z: F.softplus(z),
+    "every other column": lambda z: z[:, :, ::2].repeat_interleave(2, -1)[..., :61],
+    "no last axis": lambda z: torch.stack([z[:, i] for i in range(9)], 1),
+    "another axis": lambda z: z[:, None][:, 0],
     "concatenated": lambda z: torch.cat([z[..., :30], z[..., 30:]], -1),
     "in place method": in_place,
     "in place operator": in_place_operator,
@@ -374,5 +379,6 @@ def test_deferred_logits_look_like_the_tensor_they_stand_for(build: Any, batch: 
     assert torch.equal(torch.stack([deferred, real])[0], real)
     assert torch.equal(deferred.argmax(-1), real.argmax(-1))
     assert torch.equal(deferred[:, -1], real[:, -1])
+    assert torch.equal(model.lm_head(hidden)[:, 1:-1, :].materialise(), real[:, 1:-1])
     with pytest.raises(AttributeError):
         _ = deferred.no_such_attribute

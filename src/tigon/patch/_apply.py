@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import logging
 import os
+import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,6 +20,19 @@ from .report import Report, Verdict, grouped
 
 logger = logging.getLogger("tigon")
 LOSS = "linear_cross_entropy"
+
+# The probe sets torch's default dtype and random state, and a swap takes several steps: one thread at a time.
+# Reentrant, since a model may be patched while another is being built or probed.
+_lock = threading.RLock()
+
+
+def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return call
 
 
 class _Finding(NamedTuple):
@@ -64,6 +79,7 @@ class _Choice:
         return (not forms or form in forms) and (not globs or hits(globs))
 
 
+@_one_at_a_time
 def patch(
     model: nn.Module,
     *,
@@ -82,7 +98,7 @@ def patch(
         model: any module; wrappers (adapters, data parallel) are looked through.
         only: names of forms or patterns of module names; of each kind given, one must fit.
         skip: names of forms or patterns of module names to leave alone.
-        strict: raise, and change nothing, when something that looks like a form cannot be replaced.
+        strict: raise, and change nothing, when something that is surely a form cannot be replaced.
 
     Returns:
         A `Report`; `print(report)` shows what was replaced, what was kept, and why.
@@ -104,18 +120,22 @@ def patch(
             if finding.act is not None:
                 done.append(by_name[finding.name])
                 finding.act()
+        for module in _link(modules):
+            done.append(module)
     except BaseException:
         for module in done:
             _undo(module)
         raise
     if not report.replaced:
-        warnings.warn(f"tigon.patch replaced nothing.\n{report}", stacklevel=2)
+        # From the caller's line, past the lock.
+        warnings.warn(f"tigon.patch replaced nothing.\n{report}", stacklevel=3)
     if any(os.environ.get(name, "0") not in ("", "0") for name in ("TIGON_DEBUG", "LIGER_KERNEL_DEBUG")):
         # A warning is shown on stderr even where logging is not configured.
         logger.warning("tigon.patch: %s", report)
     return report
 
 
+@_one_at_a_time
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module gets back exactly the forward it had.
 
@@ -129,7 +149,7 @@ def unpatch(model: nn.Module) -> None:
         warnings.warn(
             f"tigon.unpatch: the forward of {', '.join(stuck)} was wrapped after patching and stays patched;"
             " take the wrapper off first",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
@@ -139,7 +159,7 @@ def _undo(module: nn.Module) -> bool:
         return True
     if not _swap.uninstall(module):
         return False
-    if isinstance(mark.settings, _head.ModelSettings):
+    if isinstance(mark.settings, _head.ModelSettings) and mark.settings.own_loss:
         if module.__dict__.get("_loss_function") is _head.causal_lm_loss:
             del module.__dict__["_loss_function"]
             if mark.settings.loss_before:
@@ -148,6 +168,30 @@ def _undo(module: nn.Module) -> bool:
         if head is not None and "_tigon" in head.__dict__:
             return _swap.uninstall(head)
     return True
+
+
+def _language_models(modules: list[tuple[str, nn.Module]]) -> list[str]:
+    """Names of those whose loss is patched."""
+    marks = ((name, module.__dict__.get("_tigon")) for name, module in modules if _swap.is_installed(module))
+    return [name for name, mark in marks if isinstance(mark.settings, _head.ModelSettings) and mark.settings.own_loss]
+
+
+def _link(modules: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
+    """Tell every model which patched language models it holds; yields those that get a forward for this alone."""
+    patched = _language_models(modules)
+    for name, module in modules:
+        if not _hf.is_pretrained_model(module):
+            continue
+        inner = _within(name, patched)
+        mark = module.__dict__.get("_tigon") if _swap.is_installed(module) else None
+        if mark is not None and isinstance(mark.settings, _head.ModelSettings):
+            module.__dict__["_tigon"] = mark._replace(settings=mark.settings._replace(inner=inner))
+        elif inner and mark is None and not _swap.foreign_forward(module):
+            index = None if _hf.computes_a_loss(type(module).forward) else _head.labels_index(module)
+            settings = _head.ModelSettings(index, (), own_loss=False, inner=inner)
+            function = _swap.like(_head.model_forward, type(module).forward)
+            yield module
+            _swap.install(module, LOSS, "", settings, function)
 
 
 # ---- deciding ----
@@ -165,7 +209,22 @@ def _findings(modules: list[tuple[str, nn.Module]], choice: _Choice) -> list[_Fi
         )
         if found:
             findings.append(found)
-    return findings
+    fused = [finding.name for finding in findings if finding.form == LOSS and finding.verdict == "replaced"]
+    by_name = dict(modules)
+    return [finding for finding in findings if not _hands_labels_on(finding, by_name[finding.name], fused)]
+
+
+def _hands_labels_on(finding: _Finding, module: nn.Module, fused: list[str]) -> bool:
+    """Whether a model has no loss to replace but that of a language model within it, which is replaced."""
+    if finding.form != LOSS or finding.verdict != "kept":
+        return False
+    return bool(_within(finding.name, fused)) and not _hf.computes_a_loss(type(module).forward)
+
+
+def _within(name: str, names: list[str]) -> tuple[str, ...]:
+    """Those of `names` that are below `name`, as seen from there."""
+    prefix = f"{name}." if name else ""
+    return tuple(each.removeprefix(prefix) for each in names if each != name and each.startswith(prefix))
 
 
 def _installed(name: str, module: nn.Module, choice: _Choice) -> _Finding | None:
@@ -255,6 +314,9 @@ def _loss(name: str, module: nn.Module, choice: _Choice, modules: list[tuple[str
 
     def act() -> None:
         function = _swap.like(_head.model_forward, type(module).forward)
+        if _swap.is_installed(module):
+            # Until now it only held another.
+            _swap.uninstall(module)
         _swap.install(module, LOSS, "deferred logits", settings, function)
         if not _swap.is_installed(head):
             function = _swap.like(_head.head_forward, type(head).forward)

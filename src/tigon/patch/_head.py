@@ -8,7 +8,7 @@ materialises the real logits, so the model's own forward stays what runs, whatev
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ class _LogitsRequest:
 class DeferredLogits:
     """Logits that are not computed yet. Not a Tensor subclass, which would break a compiled graph.
 
-    Scalar factors, one tanh, casts to floating dtypes, `contiguous` and `[..., :n]` are recorded;
+    Scalar factors, one tanh, casts to floating dtypes, `contiguous`, slices of rows and `[..., :n]` are recorded;
     everything else runs on the real logits.
     """
 
@@ -117,11 +117,30 @@ class DeferredLogits:
         return self.materialise().to(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice):
-            stop = index[1].stop
-            if index[1].start is None and index[1].step is None and type(stop) is int and 0 < stop <= self.shape[-1]:
+        if self.real is not None:
+            return self.real[index]
+        axes = self._slices(index)
+        if axes is None or any(axis != slice(None) for axis in axes[-1:]):
+            stop = axes[-1].stop if axes and all(axis == slice(None) for axis in axes[:-1]) else None
+            if type(stop) is int and 0 < stop <= self.shape[-1] and axes and axes[-1] == slice(stop):
                 return self._then("slice", stop, columns=stop)
-        return self.materialise()[index]
+            return self.materialise()[index]
+        # Rows of the logits are the logits of these rows.
+        after = DeferredLogits(self.head, self.hidden[axes], self.dtype)
+        after.operations = self.operations
+        after.shape = torch.Size((*after.hidden.shape[:-1], self.shape[-1]))
+        return after
+
+    def _slices(self, index: Any) -> tuple[slice, ...] | None:
+        """One slice for every axis, or None for an index of another kind."""
+        index = index if isinstance(index, tuple) else (index,)
+        dots = [i for i, each in enumerate(index) if each is Ellipsis]
+        split = dots[0] if dots else len(index)
+        before, after = index[:split], index[split + 1 :]
+        missing = self.ndim - len(before) - len(after)
+        if missing < 0 or not all(isinstance(each, slice) for each in (*before, *after)):
+            return None
+        return (*before, *[slice(None)] * missing, *after)
 
     # ---- what looks like a tensor ----
 
@@ -248,31 +267,70 @@ def causal_lm_loss(
 
 
 class ModelSettings(NamedTuple):
-    """Where `labels` stands among the positional arguments, and the loss function the instance had."""
+    """Where `labels` stands among the positional arguments, and the loss function the instance had.
 
-    labels_index: int
+    `own_loss` is False for a model that only holds language models: it sees their outputs off. It has no
+    `labels_index` where it does more with labels than hand them on. `inner` are the names, from this model, of the
+    patched language models within it.
+    """
+
+    labels_index: int | None
     loss_before: tuple[Any, ...]
+    own_loss: bool = True
+    inner: tuple[str, ...] = ()
 
 
 def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-    """Forward of a causal language model: its own, with the logits deferred when they are only needed for the loss."""
-    index = self._tigon.settings.labels_index
-    labels = args[index] if len(args) > index else kwargs.get("labels")
-    if labels is None and kwargs.get("shift_labels") is not None and len(args) <= index:
+    """Forward of a causal language model: its own, with the logits deferred when they are only needed for the loss.
+
+    Models may hold another: what a caller sees is made by the outermost, which tells the inner ones that it runs.
+    """
+    settings = self._tigon.settings
+    outer = self.__dict__.get("_tigon_outer")
+    if outer is not None and skip_logits is None:
+        skip_logits = outer[0]
+    index, labels = settings.labels_index, None
+    if index is not None:
+        labels = args[index] if len(args) > index else kwargs.get("labels")
+    if outer is None and index is not None and labels is None and len(args) <= index:
         # Models compute the loss only when they see labels; with shift_labels they do not read them.
-        labels = kwargs["labels"] = kwargs["shift_labels"]
-    if skip_logits and labels is None:
+        labels = kwargs.get("shift_labels")
+        if labels is not None:
+            kwargs["labels"] = labels
+    if outer is None and skip_logits and index is not None and labels is None:
         raise ValueError("forward: skip_logits=True: expected labels or shift_labels, got neither")
-    defer = self.training if skip_logits is None else skip_logits
-    head = self.get_output_embeddings()
-    if not defer or labels is None or not can_defer(head):
+    defer = settings.own_loss and labels is not None and (self.training if skip_logits is None else skip_logits)
+    head = self.get_output_embeddings() if defer else None
+    defer = defer and can_defer(head)
+    inner = _inner_models(self, settings.inner) if outer is None else []
+    if not defer and not inner:
         return type(self).forward(self, *args, **kwargs)
-    head._tigon_defer = True
+    if defer:
+        head._tigon_defer = True
+    for each in inner:
+        each._tigon_outer = (skip_logits,)
     try:
         output = type(self).forward(self, *args, **kwargs)
     finally:
-        head._tigon_defer = False
-    return _without_deferred(output)
+        if defer:
+            head._tigon_defer = False
+        for each in inner:
+            each._tigon_outer = None
+    return output if outer is not None else _without_deferred(output)
+
+
+def _inner_models(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """By name, since copies and replicas of a model have their own."""
+    found = []
+    for name in names:
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            # Something was put around it since; then it is the outermost of its own.
+            continue
+        if "_tigon" in module.__dict__:
+            found.append(module)
+    return found
 
 
 def is_linear(head: Any) -> bool:
@@ -286,14 +344,25 @@ def can_defer(head: Any) -> bool:
 
 
 def _without_deferred(output: Any) -> Any:
-    """`output` with deferred logits taken out. Rebuilt: setting an output's field to None keeps it as an item."""
+    """`output` with None for deferred logits, in nested outputs too; what holds none is returned as it is."""
     if isinstance(output, DeferredLogits):
         return None
-    if type(output) is tuple:
-        return tuple(_without_deferred(item) for item in output)
-    if not isinstance(output, dict) or not any(isinstance(value, DeferredLogits) for value in output.values()):
+    if type(output) in (tuple, list):
+        items = [_without_deferred(item) for item in output]
+        return output if _are_same(items, output) else type(output)(items)
+    if not isinstance(output, dict):
         return output
-    return type(output)(**{key: value for key, value in output.items() if not isinstance(value, DeferredLogits)})
+    items = {key: _without_deferred(value) for key, value in output.items()}
+    if _are_same(items.values(), output.values()):
+        return output
+    if type(output) is dict:
+        return items
+    # Rebuilt: setting a field of an output class to None keeps it as an item.
+    return type(output)(**{key: value for key, value in items.items() if value is not None})
+
+
+def _are_same(after: Iterable[Any], before: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(after, before, strict=True))
 
 
 def labels_index(model: nn.Module) -> int | None:

@@ -36,7 +36,17 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     return (getattr(model, "tp_size", None) or 1) > 1
 
 
+def _names_in(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return inspect.unwrap(forward).__code__.co_names
+
+
 def calls_loss_function(forward: Callable[..., Any]) -> bool:
     """Whether a forward, or the class's next one that it defers to, computes its loss with `loss_function`."""
-    names = inspect.unwrap(forward).__code__.co_names
+    names = _names_in(forward)
     return "loss_function" in names or "super" in names
+
+
+def computes_a_loss(forward: Callable[..., Any]) -> bool:
+    """Whether a forward computes a loss in any way; one that only reads `loss` from an inner output does not."""
+    names = [name.lower() for name in _names_in(forward)]
+    return any(("loss" in name and name != "loss") or name in ("cross_entropy", "super") for name in names)

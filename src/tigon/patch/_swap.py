@@ -72,7 +72,7 @@ def uninstall(module: nn.Module) -> bool:
     elif foreign_forward(module):
         return False
     del module.__dict__["_tigon"]
-    for name in ("_replicate_for_data_parallel", "_tigon_defer"):
+    for name in ("_replicate_for_data_parallel", "_tigon_defer", "_tigon_outer"):
         module.__dict__.pop(name, None)
     return True
 

@@ -170,6 +170,47 @@ def test_interleaved_turns_neighbours(rotary: int) -> None:
 
 
 @both_backends
+@pytest.mark.parametrize("rotary", [D, 6])
+def test_full_tables_of_interleaved_layouts_follow_the_result(rotary: int) -> None:
+    """As models write it over whole rows, with tables that repeat nothing."""
+    q = heads(HQ)
+    cos, sin = torch.randn(B, 1, S, rotary), torch.randn(B, 1, S, rotary)
+    even, odd = q[..., :rotary:2], q[..., 1:rotary:2]
+    near, far = torch.stack((-odd, even), -1).flatten(-2), torch.cat((-odd, even), -1)
+    expected = {
+        "interleaved": q[..., :rotary] * cos + near * sin,
+        "interleaved_to_half": torch.cat((even, odd), -1) * cos + far * sin,
+    }
+    for layout, turned in expected.items():
+        y = rope(q, None, cos[:, 0], sin[:, 0], layout=layout)
+        torch.testing.assert_close(y[..., :rotary], turned, atol=2e-6, rtol=1e-5)
+        assert torch.equal(y[..., rotary:], q[..., rotary:])
+
+
+@both_backends
+@pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved_to_half"])
+@pytest.mark.parametrize("tables", ["full", "half"])
+def test_inverse_is_the_negated_sine_and_tail_the_last_elements(layout: str, tables: str) -> None:
+    q, k = heads(HQ), heads(HK)
+    width = 6 if tables == "full" else 3
+    cos, sin = torch.randn(B, S, width), torch.randn(B, S, width)
+    options = {"layout": layout, "tables": tables}
+    expected = rope(q[..., -6:], k[..., -6:], cos, -sin, **options)
+    actual = rope(q, k, cos, sin, inverse=True, tail=True, **options)
+    for y, turned, x in zip(actual, expected, (q, k), strict=True):
+        assert torch.equal(y[..., -6:], turned)
+        assert torch.equal(y[..., :-6], x[..., :-6])
+
+
+@both_backends
+def test_inverse_turns_back() -> None:
+    q = heads(HQ)
+    cos, sin = angles(torch.arange(S), D)
+    back = rope(rope(q, None, cos, sin), None, cos, sin, inverse=True)
+    torch.testing.assert_close(back, q, atol=1e-6, rtol=1e-5)
+
+
+@both_backends
 def test_tables_may_be_views_with_any_column_stride() -> None:
     q = heads(HQ)
     cos, sin = (t[..., : D // 2] for t in angles(torch.arange(S), D))
@@ -343,7 +384,9 @@ def test_offsets_beyond_two_to_the_31st() -> None:
         ("half", "full", 7, 4),
         ("half", "half", 6, 2),
         ("interleaved", "half", 7, 2),
+        ("interleaved", "full", 7, 4),
         ("interleaved_to_half", "half", 6, 2),
+        ("interleaved_to_half", "full", 6, 6),
     ],
 )
 def test_gradcheck_of_the_reference(layout: str, tables: str, head_dim: int, width: int) -> None:
@@ -355,13 +398,17 @@ def test_gradcheck_of_the_reference(layout: str, tables: str, head_dim: int, wid
 
 
 @pytest.mark.parametrize("head_dim", [D, 7])
+@pytest.mark.parametrize("options", [{}, {"inverse": True, "tail": True}], ids=["plain", "inverse_tail"])
+@pytest.mark.parametrize("tables", ["full", "half"])
 @pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved_to_half"])
-def test_gradients_of_each_layout(layout: str, head_dim: int) -> None:
+def test_gradients_of_each_layout(layout: str, tables: str, options: dict, head_dim: int) -> None:
     q, k = heads(HQ, head_dim).requires_grad_(), heads(HK, head_dim).requires_grad_()
-    cos, sin = torch.randn(B, S, 3), torch.randn(B, S, 3)
+    width = 6 if tables == "full" else 3
+    cos, sin = torch.randn(B, S, width), torch.randn(B, S, width)
     upstream = heads(HQ, head_dim), heads(HK, head_dim)
+    options = {"layout": layout, "tables": tables, **options}
     actual, expected = (
-        torch.autograd.grad(function(q, k, cos, sin, layout=layout, tables="half"), (q, k), upstream)
+        torch.autograd.grad(function(q, k, cos, sin, **options), (q, k), upstream)
         for function in (rope, rope_reference)
     )
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
@@ -458,7 +505,7 @@ def test_one_graph_for_all_lengths(with_k: bool) -> None:
 def test_operator_is_registered_rightly() -> None:
     q, k = heads(HQ), heads(HK)
     cos, sin = angles(torch.arange(S), D)
-    rest = ("half", "full", 1, False, [0, 2, 1, 3], [0, 1, 2, 3], torch.float32, torch.float32)
+    rest = ("half", "full", 1, False, False, False, [0, 2, 1, 3], [0, 1, 2, 3], torch.float32, torch.float32)
     torch.library.opcheck(torch.ops.tigon.rope_rotate.default, (q, k, cos, sin, *rest))
     torch.library.opcheck(torch.ops.tigon.rope_rotate.default, (q, None, cos, sin, *rest))
 
@@ -533,7 +580,6 @@ _GOOD = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "cos": (5, 8), "sin": (5, 8)}
         ({"sin": (1, 5, 8)}, {}, r"rope: sin: expected \(5, 8\), got \(1, 5, 8\)"),
         ({}, {"layout": "pairs"}, r"rope: layout: expected one of 'half'"),
         ({}, {"tables": "both"}, r"rope: tables: expected one of 'full', 'half', got 'both'"),
-        ({}, {"layout": "interleaved"}, r"rope: tables: expected 'half' for an interleaved layout, got 'full'"),
         ({}, {"unsqueeze_dim": 0}, r"rope: unsqueeze_dim: expected one of 1, 2, got 0"),
         ({}, {"unsqueeze_dim": 2}, r"rope: k: expected \(2, 4, 5, 8\), got \(2, 2, 5, 8\)"),
     ],

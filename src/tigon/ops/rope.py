@@ -6,8 +6,8 @@ Each pair (x1, x2) of a head turns by the angle of its position; R of the D elem
     y2 = x2 * c2 + x1 * s2
     y[R:] = x[R:]                                 (bit for bit)
 
-With layout "half" x1 and x2 are the halves of x[:R], with "interleaved" its even and odd elements. c1, c2 are the
-halves of a full table, or both the same half table; likewise s1, s2 of sin.
+With layout "half" x1 and x2 are the halves of x[:R], with "interleaved" its even and odd elements. A full table has
+a column for each element of y, so c1 belongs to y1 and c2 to y2; a half table is both. Likewise s1, s2 of sin.
 
 Gradient, the transposed map:
 
@@ -50,22 +50,30 @@ def rope_reference(
     layout: Layout = "half",
     tables: Tables = "full",
     unsqueeze_dim: int = 1,
+    inverse: bool = False,
+    tail: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     pairs_in, pairs_out = LAYOUTS[layout]
+
+    def two(t: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
+        return (t[..., 0::2], t[..., 1::2]) if pairs else t.chunk(2, -1)
 
     def rotate(x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, cos.dtype)
         wide = torch.promote_types(dtype, torch.float32)
         # [B or 1, 1, S, W] for heads on axis 1, [B or 1, S, 1, W] for heads on axis 2.
         c, s = (t.to(wide).unsqueeze(unsqueeze_dim - 4) for t in (cos, sin))
-        (c1, c2), (s1, s2) = ((t, t) if tables == "half" else t.chunk(2, -1) for t in (c, s))
+        s = -s if inverse else s
+        (c1, c2), (s1, s2) = ((t, t) if tables == "half" else two(t, pairs_out) for t in (c, s))
         rotary = 2 * c1.shape[-1]
-        turned, rest = x[..., :rotary].to(wide), x[..., rotary:]
-        x1, x2 = (turned[..., 0::2], turned[..., 1::2]) if pairs_in else turned.chunk(2, -1)
+        start = x.shape[-1] - rotary if tail else 0
+        turned = x[..., start : start + rotary].to(wide)
+        x1, x2 = two(turned, pairs_in)
         y1 = x1 * c1 - x2 * s1
         y2 = x2 * c2 + x1 * s2
         y = torch.stack((y1, y2), -1).flatten(-2) if pairs_out else torch.cat((y1, y2), -1)
-        return torch.cat((y.to(dtype), rest.to(dtype)), -1)
+        before, after = x[..., :start].to(dtype), x[..., start + rotary :].to(dtype)
+        return torch.cat((before, y.to(dtype), after), -1)
 
     return rotate(q) if k is None else (rotate(q), rotate(k))
 
@@ -95,12 +103,22 @@ def _rotate_heads(
     PAIRS_OUT: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    TAIL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
     x_rows = x_ptr + batch * x_stride_b + (heads * x_stride_h + tokens * x_stride_s)[:, None]
     y_rows = y_ptr + batch * y_stride_b + (heads * y_stride_h + tokens * y_stride_s)[:, None]
+    if REST > 0:
+        rest = tl.arange(0, BLOCK_REST)[None, :] + (0 if TAIL else 2 * HALF)
+        rest_mask = mask & (rest < REST + (0 if TAIL else 2 * HALF))
+        # Not through fp32, which would change the payload of a NaN.
+        kept = tl.load(x_rows + rest, mask=rest_mask)
+        tl.store(y_rows + rest, kept, mask=rest_mask)
+        if TAIL:
+            x_rows += REST
+            y_rows += REST
     cols = tl.arange(0, BLOCK_R)[None, :]
     both = tl.arange(0, 2 * BLOCK_R)[None, :]
     if PAIRS_IN:
@@ -117,12 +135,6 @@ def _rotate_heads(
     else:
         tl.store(y_rows + cols, y1, mask=mask & (cols < HALF))
         tl.store(y_rows + HALF + cols, y2, mask=mask & (cols < HALF))
-    if REST > 0:
-        rest = tl.arange(0, BLOCK_REST)[None, :]
-        rest_mask = mask & (rest < REST)
-        # Not through fp32, which would change the payload of a NaN.
-        kept = tl.load(x_rows + 2 * HALF + rest, mask=rest_mask)
-        tl.store(y_rows + 2 * HALF + rest, kept, mask=rest_mask)
 
 
 @triton.jit
@@ -156,11 +168,14 @@ def _rope_kernel(
     num_k_heads,
     HAS_K: tl.constexpr,
     FULL_TABLES: tl.constexpr,
+    TABLE_PAIRS: tl.constexpr,
+    INVERSE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -181,19 +196,29 @@ def _rope_kernel(
     rows = tl.arange(0, ROWS)
     tokens = (token_block % blocks_per_sequence).to(tl.int64) * BLOCK_T + rows % BLOCK_T
     token_mask = (tokens < num_tokens)[:, None]
-    cols = tl.arange(0, BLOCK_R)[None, :]
-    mask = token_mask & (cols < HALF)
     # Read again for each head of the group, from the first-level cache.
-    cos_tile = cos_ptr + batch * cos_stride_b + (tokens * cos_stride_s)[:, None] + cols * cos_stride_r
-    sin_tile = sin_ptr + batch * sin_stride_b + (tokens * sin_stride_s)[:, None] + cols * sin_stride_r
-    c1 = tl.load(cos_tile, mask=mask, other=0.0).to(tl.float32)
-    s1 = tl.load(sin_tile, mask=mask, other=0.0).to(tl.float32)
-    if FULL_TABLES:
-        c2 = tl.load(cos_tile + HALF * cos_stride_r, mask=mask, other=0.0).to(tl.float32)
-        s2 = tl.load(sin_tile + HALF * sin_stride_r, mask=mask, other=0.0).to(tl.float32)
+    cos_rows = cos_ptr + batch * cos_stride_b + (tokens * cos_stride_s)[:, None]
+    sin_rows = sin_ptr + batch * sin_stride_b + (tokens * sin_stride_s)[:, None]
+    if TABLE_PAIRS:
+        both = tl.arange(0, 2 * BLOCK_R)[None, :]
+        both_mask = token_mask & (both < 2 * HALF)
+        c = tl.load(cos_rows + both * cos_stride_r, mask=both_mask, other=0.0).to(tl.float32)
+        s = tl.load(sin_rows + both * sin_stride_r, mask=both_mask, other=0.0).to(tl.float32)
+        c1, c2 = tl.split(tl.reshape(c, (ROWS, BLOCK_R, 2)))
+        s1, s2 = tl.split(tl.reshape(s, (ROWS, BLOCK_R, 2)))
     else:
-        c2 = c1
-        s2 = s1
+        cols = tl.arange(0, BLOCK_R)[None, :]
+        mask = token_mask & (cols < HALF)
+        c1 = tl.load(cos_rows + cols * cos_stride_r, mask=mask, other=0.0).to(tl.float32)
+        s1 = tl.load(sin_rows + cols * sin_stride_r, mask=mask, other=0.0).to(tl.float32)
+        if FULL_TABLES:
+            c2 = tl.load(cos_rows + (HALF + cols) * cos_stride_r, mask=mask, other=0.0).to(tl.float32)
+            s2 = tl.load(sin_rows + (HALF + cols) * sin_stride_r, mask=mask, other=0.0).to(tl.float32)
+        else:
+            c2 = c1
+            s2 = s1
+    if INVERSE:
+        s1, s2 = -s1, -s2
     if TRANSPOSED:
         s1, s2 = -s2, -s1
 
@@ -203,7 +228,7 @@ def _rope_kernel(
             q_ptr, q_out_ptr,
             q_stride_b, q_stride_h, q_stride_s, q_out_stride_b, q_out_stride_h, q_out_stride_s,
             batch, heads, tokens, token_mask & (heads < num_q_heads)[:, None], c1, s1, c2, s2,
-            PAIRS_IN, PAIRS_OUT, HALF, REST, ROWS, BLOCK_R, BLOCK_REST,
+            PAIRS_IN, PAIRS_OUT, HALF, REST, TAIL, ROWS, BLOCK_R, BLOCK_REST,
         )  # fmt: skip
     elif HAS_K:
         heads = (group - q_groups).to(tl.int64) * BLOCK_H + rows // BLOCK_T
@@ -211,7 +236,7 @@ def _rope_kernel(
             k_ptr, k_out_ptr,
             k_stride_b, k_stride_h, k_stride_s, k_out_stride_b, k_out_stride_h, k_out_stride_s,
             batch, heads, tokens, token_mask & (heads < num_k_heads)[:, None], c1, s1, c2, s2,
-            PAIRS_IN, PAIRS_OUT, HALF, REST, ROWS, BLOCK_R, BLOCK_REST,
+            PAIRS_IN, PAIRS_OUT, HALF, REST, TAIL, ROWS, BLOCK_R, BLOCK_REST,
         )  # fmt: skip
 
 
@@ -268,6 +293,8 @@ def _fake_rotate(
     layout: str,
     tables: str,
     unsqueeze_dim: int,
+    inverse: bool,
+    tail: bool,
     transposed: bool,
     q_order: list[int],
     k_order: list[int],
@@ -282,7 +309,8 @@ def _fake_rotate(
 
 @define(
     "rope_rotate(Tensor q, Tensor? k, Tensor cos, Tensor sin, str layout, str tables, int unsqueeze_dim,"
-    " bool transposed, int[] q_order, int[] k_order, ScalarType q_dtype, ScalarType k_dtype) -> (Tensor, Tensor)",
+    " bool inverse, bool tail, bool transposed, int[] q_order, int[] k_order, ScalarType q_dtype,"
+    " ScalarType k_dtype) -> (Tensor, Tensor)",
     fake=_fake_rotate,
 )
 def _rotate(
@@ -293,6 +321,8 @@ def _rotate(
     layout: str,
     tables: str,
     unsqueeze_dim: int,
+    inverse: bool,
+    tail: bool,
     transposed: bool,
     q_order: list[int],
     k_order: list[int],
@@ -301,7 +331,7 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     """Both directions: the backward is the rotation of the gradients with the transposed matrix."""
     q_out, k_out = _fake_rotate(
-        q, k, cos, sin, layout, tables, unsqueeze_dim, transposed, q_order, k_order, q_dtype, k_dtype
+        q, k, cos, sin, layout, tables, unsqueeze_dim, inverse, tail, transposed, q_order, k_order, q_dtype, k_dtype
     )
     q = _unit_columns(q)
     k = None if k is None else _unit_columns(k)
@@ -334,11 +364,15 @@ def _rotate(
         num_k_heads,
         HAS_K=k is not None,
         FULL_TABLES=tables == "full",
+        # By the result of the forward, whichever way the kernel runs.
+        TABLE_PAIRS=tables == "full" and LAYOUTS[layout][1],
+        INVERSE=inverse,
         TRANSPOSED=transposed,
         PAIRS_IN=pairs_in,
         PAIRS_OUT=pairs_out,
         HALF=half,
         REST=rest,
+        TAIL=tail,
         BLOCK_H=block_h,
         BLOCK_T=block_t,
         BLOCK_R=block_r,
@@ -362,10 +396,12 @@ class _Rope(torch.autograd.Function):
         layout: str,
         tables: str,
         unsqueeze_dim: int,
+        inverse: bool,
+        tail: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
-        ctx.options = layout, tables, unsqueeze_dim
+        ctx.options = layout, tables, unsqueeze_dim, inverse, tail
         ctx.orders = _storage_order(q), [] if k is None else _storage_order(k)
         ctx.dtypes = q.dtype, q.dtype if k is None else k.dtype
         dtypes = [torch.promote_types(dtype, cos.dtype) for dtype in ctx.dtypes]
@@ -392,7 +428,7 @@ class _Rope(torch.autograd.Function):
             dq, _ = _rotate(dq_out, None, cos, sin, *ctx.options, True, q_order, [], q_dtype, q_dtype)
         elif has_dk:
             dk, _ = _rotate(dk_out, None, cos, sin, *ctx.options, True, k_order, [], k_dtype, k_dtype)
-        return dq, dk, None, None, None, None, None
+        return dq, dk, None, None, None, None, None, None, None
 
 
 # ---- public ----
@@ -419,6 +455,8 @@ def rope(
     layout: Layout = "half",
     tables: Tables = "full",
     unsqueeze_dim: int = 1,
+    inverse: bool = False,
+    tail: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Rotary position embedding of queries and keys.
 
@@ -431,10 +469,12 @@ def rope(
         sin: like `cos`.
         layout: which elements form a pair: "half" those at distance R/2; "interleaved" neighbours;
             "interleaved_to_half" reads neighbours and writes the pair at distance R/2.
-        tables: "full" when W = R and the second half of the columns belongs to x2; "half" when W = R/2 and both
-            elements of a pair use the same column. The interleaved layouts take "half" only, for which a view
-            such as `cos[..., ::2]` or `cos[..., : R // 2]` will do.
+        tables: "full" when W = R and column j belongs to element j of the result; "half" when W = R/2 and both
+            elements of a pair use the same column. A view such as `cos[..., ::2]` or `cos[..., : R // 2]` makes
+            half tables of full ones that repeat their columns.
         unsqueeze_dim: axis of the heads: 1, or 2 for `[B, S, H, D]`.
+        inverse: turn by minus the angle, as with `-sin`.
+        tail: turn the last R elements of a head and copy those before them.
 
     Returns:
         The rotated `q` and `k`, or `q` alone without `k`; new tensors, their axes stored in the order of the input's.
@@ -443,7 +483,7 @@ def rope(
         ValueError: shapes, dtypes or devices disagree, W does not fit the head, or an option is unknown.
 
     Numerics: in fp32, rounded once to the promoted dtype of the input and the tables; gradients likewise to
-              the dtype of the input; elements beyond R are copied bit for bit.
+              the dtype of the input; elements that do not turn are copied bit for bit.
     Memory:   saves `cos` and `sin`.
     Differs from the reference: never in formula; a product and a sum may be fused into one rounding.
     Source: Su et al. 2021, arXiv:2104.09864.
@@ -453,7 +493,6 @@ def rope(
     require_one_of(name, "layout", layout, tuple(LAYOUTS))
     require_one_of(name, "tables", tables, TABLES)
     require_one_of(name, "unsqueeze_dim", unsqueeze_dim, (1, 2))
-    require(layout == "half" or tables == "half", name, "tables", "'half' for an interleaved layout", repr(tables))
     require(q.dim() == 4, name, "q", "four axes", tuple(q.shape))
     # Sizes are handed over as they are: formatting one on the way would make the compiler specialise on it.
     num_tokens = q.shape[3 - unsqueeze_dim]
@@ -476,5 +515,6 @@ def rope(
     require(sin.dtype == cos.dtype, name, "sin", cos.dtype, sin.dtype)
     require_same_device(name, q=q, k=k, cos=cos, sin=sin)
     if runs_reference(name, q, k, cos, sin):
-        return rope_reference(q, k, cos, sin, layout=layout, tables=tables, unsqueeze_dim=unsqueeze_dim)
-    return _Rope.apply(q, k, cos, sin, layout, tables, unsqueeze_dim)
+        options = {"layout": layout, "tables": tables, "unsqueeze_dim": unsqueeze_dim, "inverse": inverse, "tail": tail}
+        return rope_reference(q, k, cos, sin, **options)
+    return _Rope.apply(q, k, cos, sin, layout, tables, unsqueeze_dim, inverse, tail)

@@ -32,8 +32,11 @@ def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
 
     def table() -> Tensor:
         drawn = make.randn(*table_shape, dtype=table_dtype)
-        repeated = case.models_only and table_shape[-1] == 2 * half
-        return torch.cat((drawn[..., :half],) * 2, -1) if repeated else drawn
+        if not case.models_only or table_shape[-1] == half:
+            return drawn
+        if case.options.get("layout") == "interleaved":
+            return drawn[..., :half].repeat_interleave(2, -1)
+        return torch.cat((drawn[..., :half],) * 2, -1)
 
     return {
         "q": heads(case.Hq),
@@ -55,7 +58,7 @@ def _cost(case: Case, itemsize: int) -> Cost:
 
 
 def _turned_back(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
-    return rope_reference(q, k, cos, -sin, **options)
+    return rope_reference(q, k, cos, sin, **{**options, "inverse": not options.get("inverse", False)})
 
 
 def _angles_of_first_sample(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
@@ -72,12 +75,14 @@ def _layout_ignored(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **opt
     return rope_reference(q, k, cos, sin, **{**options, "layout": "half"})
 
 
-def _wrong_place_in_the_head(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
-    # The last R elements in place of the first.
-    rotary = cos.shape[-1] * (1 if options.get("tables", "full") == "full" else 2)
-    q, k = (None if t is None else t.roll(rotary, -1) for t in (q, k))
-    y = rope_reference(q, k, cos, sin, **options)
-    return y.roll(-rotary, -1) if isinstance(y, Tensor) else tuple(t.roll(-rotary, -1) for t in y)
+def _other_end_of_the_head(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
+    return rope_reference(q, k, cos, sin, **{**options, "tail": not options.get("tail", False)})
+
+
+def _halves_of_tables_for_neighbours(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
+    if options.get("tables", "full") == "full" and options.get("layout") == "interleaved":
+        cos, sin = (torch.stack(t.chunk(2, -1), -1).flatten(-2) for t in (cos, sin))
+    return rope_reference(q, k, cos, sin, **options)
 
 
 def _last_key_head_left_out(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
@@ -112,6 +117,23 @@ SPEC = OpSpec(
             {"B": 2, "S": 13, "Hq": 3, "Hk": 1, "D": 12, "R": 12},
             {"layout": "interleaved_to_half", "tables": "half"},
         ),
+        Case(
+            "interleaved_full_tables",
+            {"B": 2, "S": 11, "Hq": 3, "Hk": 2, "D": 14, "R": 10, "table_batch": 2},
+            {"layout": "interleaved"},
+        ),
+        Case(
+            "interleaved_to_half_full_tables",
+            {"B": 2, "S": 7, "Hq": 3, "Hk": 1, "D": 12, "R": 12},
+            {"layout": "interleaved_to_half"},
+        ),
+        Case("inverse", {"B": 2, "S": 5, "Hq": 2, "Hk": 1, "D": 16, "R": 12}, {"inverse": True}),
+        Case("tail", {"B": 2, "S": 9, "Hq": 3, "Hk": 2, "D": 15, "R": 6}, {"tail": True}),
+        Case(
+            "tail_interleaved",
+            {"B": 2, "S": 9, "Hq": 2, "Hk": 1, "D": 21, "R": 8},
+            {"layout": "interleaved", "tables": "half", "tail": True, "inverse": True},
+        ),
         Case("alone", {"B": 2, "S": 6, "Hq": 3, "Hk": 0, "D": 16, "R": 16, "alone": 1}),
         Case("one_token", {"B": 3, "S": 1, "Hq": 8, "Hk": 2, "D": 64, "R": 64, "table_batch": 3}),
         Case("fp32_tables", {"B": 2, "S": 5, "Hq": 2, "Hk": 1, "D": 16, "R": 8, "fp32_tables": 1}),
@@ -131,6 +153,13 @@ SPEC = OpSpec(
             {"layout": "interleaved", "tables": "half"},
             models_only=True,
         ),
+        Case("interleaved_full_64_8", {**_LARGE, "Hq": 64}, {"layout": "interleaved"}, models_only=True),
+        Case(
+            "tail_64_1",
+            {**_LARGE, "Hq": 64, "Hk": 1, "D": 512, "R": 64},
+            {"layout": "interleaved", "tables": "half", "tail": True, "inverse": True},
+            models_only=True,
+        ),
         Case(
             "shared_key_128_1",
             {**_LARGE, "Hq": 128, "Hk": 1, "D": 64, "R": 64},
@@ -147,7 +176,8 @@ SPEC = OpSpec(
         Mutation("angles of the first sample for all", _angles_of_first_sample),
         Mutation("first half of a full table used for both halves", _first_half_of_tables_twice),
         Mutation("pairs of neighbours taken for halves", _layout_ignored),
-        Mutation("last elements of a head turned in place of the first", _wrong_place_in_the_head),
+        Mutation("the other end of a head turned", _other_end_of_the_head),
+        Mutation("halves of a full table used for neighbours", _halves_of_tables_for_neighbours),
         Mutation("last key head left out", _last_key_head_left_out),
     ),
 )

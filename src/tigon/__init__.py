@@ -36,6 +36,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "patch",
+    "patch_on_build",
     "rms_norm",
     "rope",
     "swiglu",
@@ -46,7 +47,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Patching is loaded when it is first asked for: the operators alone need none of it.
-    if name in ("Report", "patch", "unpatch"):
+    if name in ("Report", "patch", "patch_on_build", "unpatch"):
         module = importlib.import_module(".patch", __name__)
         return module if name == "patch" else getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -293,12 +293,21 @@ def _add_patch_report(commands: Any) -> None:
         "patch-report",
         _patch_report,
         "what tigon.patch would replace in a model, from its configuration alone",
-        "Build a causal language model without memory for its weights, patch it, and print what was replaced, what\n"
-        "was kept, and why. Exit status 1 when nothing is replaced. Needs tigon[hf].",
-        "  tigon patch-report config.json\n  tigon patch-report ./my-model --json",
+        "Build a model without memory for its weights, patch it, and print what was replaced, what was kept, and why.\n"
+        "Exit status 1 when nothing is replaced. Needs tigon[hf].",
+        "  tigon patch-report config.json\n"
+        "  tigon patch-report ./my-model --html report.html\n"
+        "  tigon patch-report ./my-model --json",
     )
-    parser.add_argument("model", metavar="SOURCE", help="configuration file, local folder or hub id")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "model",
+        metavar="SOURCE",
+        help="configuration file, local folder or hub id, or a model type of transformers, with its default values",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page to FILE")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE; without FILE print it, and no table"
+    )
 
 
 def _patch_report(args: argparse.Namespace) -> int:
@@ -306,27 +315,51 @@ def _patch_report(args: argparse.Namespace) -> int:
         return _fail("patch-report", "needs transformers: pip install 'tigon[hf]'")
     import warnings
 
-    import torch
-    import transformers
-
     from .patch import patch
 
     try:
-        config = transformers.AutoConfig.from_pretrained(args.model)
+        model = _empty_model(args.model)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        return _fail("patch-report", f"no configuration can be read from {args.model!r}: {reason}")
-    try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
         return _fail("patch-report", str(error).strip().splitlines()[0])
     with warnings.catch_warnings():
         # Nothing replaced is said by the exit status.
         warnings.simplefilter("ignore", UserWarning)
         report = patch(model)
-    print(report.to_json(indent=1) if args.json else report)
+    if args.html:
+        args.html.write_text(report.to_html(), encoding="utf-8")
+    if args.json and args.json != "-":
+        Path(args.json).write_text(report.to_json(indent=1) + "\n", encoding="utf-8")
+    print(report.to_json(indent=1) if args.json == "-" else report)
     return 0 if report.replaced else 1
+
+
+def _empty_model(source: str) -> Any:
+    """The model of a configuration, on the meta device; ValueError says why there is none."""
+    import torch
+    import transformers
+
+    try:
+        if source in transformers.CONFIG_MAPPING and not Path(source).exists():
+            config = transformers.AutoConfig.for_model(source)
+        else:
+            config = transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no configuration can be read from {source!r}: {reason}") from error
+    autos = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForImageTextToText,
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModel,
+    )
+    named = (getattr(transformers, name, None) for name in config.architectures or ())
+    classes = [cls for cls in named if isinstance(cls, type)]
+    builders = [lambda cls=cls: cls(config) for cls in classes]
+    builders += [lambda auto=auto: auto.from_config(config) for auto in autos if type(config) in auto._model_mapping]
+    if not builders:
+        raise ValueError(f"no model class for the configuration {type(config).__name__}")
+    with torch.device("meta"):
+        return builders[0]()
 
 
 # ---- bench ----

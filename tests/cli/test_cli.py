@@ -109,7 +109,24 @@ def test_patch_report_from_a_configuration(tmp_path: Path, capsys: pytest.Captur
     assert cli.main(["patch-report", str(config)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0] == "LlamaForCausalLM"
-    assert len(table) == 2 + len(rows)
+    assert len(table) == 3 + len(rows)
+    assert table[-1] == "replaced 9 of 9 modules; loss: fused"
+
+
+def test_patch_report_writes_files_and_takes_folders_and_model_types(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "architectures": ["LlamaForSequenceClassification"]}))
+    page, data = tmp_path / "report.html", tmp_path / "report.json"
+    assert cli.main(["patch-report", str(tmp_path), "--html", str(page), "--json", str(data)]) == 0
+    table = capsys.readouterr().out
+    # The class that the configuration names has no language model loss.
+    assert table.startswith("LlamaForSequenceClassification\n")
+    assert table.endswith("replaced 9 of 9 modules\n")
+    assert json.loads(data.read_text())["num_replaced"] == 9
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert cli.main(["patch-report", "gpt2"]) == 0
+    assert capsys.readouterr().out.startswith("GPT2LMHeadModel\n")
 
 
 def test_patch_report_without_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.zoo import build as zoo
 from torch import nn
 
 import tigon
-from tests.zoo import build as zoo
 from tigon.patch import _head
 
 # A decoder whose logits the outer model slices, one that the outer model calls with the labels of its own, one whose

@@ -10,9 +10,10 @@ import sys
 import types
 
 from ._apply import patch, unpatch
+from ._on_build import PatchOnBuild, patch_on_build
 from .report import Report, Row
 
-__all__ = ["Report", "Row", "patch", "unpatch"]
+__all__ = ["PatchOnBuild", "Report", "Row", "patch", "patch_on_build", "unpatch"]
 
 
 class _Callable(types.ModuleType):

@@ -16,20 +16,19 @@ from torch import nn
 from . import _head, _hf, _probe, _rope, _swap
 from ._forms import FORM_NAMES, FORMS, Form, Found, argument_of
 from ._probe import Refused
-from .report import Report, Verdict, grouped
+from .report import LOSS, Report, Verdict, grouped
 
 logger = logging.getLogger("tigon")
-LOSS = "linear_cross_entropy"
 
 # The probe sets torch's default dtype and random state, and a swap takes several steps: one thread at a time.
 # Reentrant, since a model may be patched while another is being built or probed.
-_lock = threading.RLock()
+lock = threading.RLock()
 
 
 def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _lock:
+        with lock:
             return function(*args, **kwargs)
 
     return call

@@ -145,6 +145,111 @@ def test_defaults_are_silu_and_the_tanh_form(device: torch.device) -> None:
     assert torch.equal(tigon.geglu(gate, up, approximate="none"), tigon.glu(gate, up, activation="gelu"))
 
 
+# ---- clamped kinds ----
+
+
+def _model_forms() -> dict[str, tuple[Callable[..., Tensor], dict[str, Any]]]:
+    """Forms found in models, as they are written there, and the options that express them."""
+    up_limited = lambda up: up.clamp(-1.0, 1.0)  # noqa: E731
+
+    def sloped(gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=1.0)
+        return (up_limited(up) + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    return {
+        "gate": (lambda g, u: F.silu(g.clamp(max=1.0)) * up_limited(u), {"limit": 1.0}),
+        "activation": (
+            lambda g, u: F.silu(g).clamp(max=1.0) * up_limited(u),
+            {"limit": 1.0, "limit_on": "activation"},
+        ),
+        "sloped": (sloped, {"limit": 1.0, "alpha": 1.702, "up_offset": 1.0}),
+        "scaled": (lambda g, u: u * F.silu(g * 0.6), {"gate_scale": 0.6}),
+        "no limit": (lambda g, u: F.silu(g) * u, {"limit": float("inf"), "limit_on": "activation"}),
+    }
+
+
+@pytest.mark.parametrize("form", _model_forms())
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_forms_of_models(form: str, backend: str, device: torch.device) -> None:
+    """Values on both sides of every limit, and on it, where a gradient passes as it does through torch.clamp."""
+    function, options = _model_forms()[form]
+    edges = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 3.0], device=device)
+    gate, up = (t.flatten()[None] for t in torch.meshgrid(edges, edges, indexing="ij"))
+    upstream = torch.randn_like(gate)
+    expected = _run(function, gate, up, upstream=upstream)
+    with tigon.backend(backend):
+        actual = _run(tigon.glu, gate, up, upstream=upstream, **options)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"limit": 1.0}, {"limit": 1.0, "limit_on": "activation"}], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_limits_let_nan_pass(options: dict[str, Any], backend: str, device: torch.device) -> None:
+    nan = torch.tensor([[float("nan"), 1.0]], device=device)
+    with tigon.backend(backend):
+        assert tigon.glu(nan, nan.flip(-1), **options).isnan().all()
+
+
+def test_options_that_change_nothing_are_left_out(launches: list[dict[str, Any]], device: torch.device) -> None:
+    gate, up = torch.randn(3, 8, device=device), torch.randn(3, 8, device=device)
+    _run(tigon.glu, gate, up, limit=float("inf"), alpha=1.0, gate_scale=1, up_offset=0)
+    for made in launches:
+        assert made["args"][-4:] == (None, None, None, None)
+        assert not made["LIMITS_GATE"]
+        assert not made["INTERLEAVED"]
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("shape", [(3, 4, 26), (1, 2), (2, 4098), (0, 6)])
+def test_interleaved_equals_split(shape: tuple[int, ...], gate_first: bool, device: torch.device) -> None:
+    packed = torch.randn(shape, device=device)
+    dy = torch.randn(*shape[:-1], shape[-1] // 2, device=device)
+    first, second = packed[..., 0::2], packed[..., 1::2]
+    gate, up = (first, second) if gate_first else (second, first)
+    options = {"limit": 0.7, "up_offset": 1.0}
+    y, dgate, dup = _run(tigon.glu, gate, up, upstream=dy, **options)
+    pairs = torch.stack((dgate, dup) if gate_first else (dup, dgate), -1).flatten(-2)
+    options |= {"interleaved": True, "gate_first": gate_first}
+    _assert_same(_run(tigon.glu, packed, upstream=dy, **options), (y, pairs))
+    strided = torch.randn(*shape[:-1], 2 * shape[-1], device=device)[..., : shape[-1]]
+    strided.copy_(packed)
+    _assert_same(_run(tigon.glu, strided, upstream=dy, **options), (y, pairs))
+
+
+def test_interleaved_is_read_and_written_in_place(launches: list[dict[str, Any]], device: torch.device) -> None:
+    packed = torch.randn(3, 4, 32, device=device, requires_grad=True)
+    tigon.glu(packed, interleaved=True).sum().backward()
+    forward, backward = launches
+    assert forward["args"][0].data_ptr() == backward["args"][0].data_ptr() == packed.data_ptr()
+    assert forward["args"][1] is None
+    assert backward["args"][3].numel() == packed.numel()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit": 0.8},
+        {"limit": 0.3, "limit_on": "activation"},
+        {"limit": 0.8, "alpha": 1.702, "up_offset": 1.0},
+        {"gate_scale": 0.6, "interleaved": True},
+    ],
+    ids=str,
+)
+def test_reference_gradient_of_clamped_kinds_is_exact(options: dict[str, Any]) -> None:
+    packed = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: glu_reference(x, **options), [packed])
+
+
+def test_clamped_kinds_compile(device: torch.device) -> None:
+    torch._dynamo.reset()
+    options = {"limit": 0.8, "alpha": 1.702, "up_offset": 1.0, "interleaved": True}
+    compiled = torch.compile(tigon.glu, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((3, 4, 10), (5, 2, 18)):
+        packed = torch.randn(shape, device=device)
+        _assert_same(_run(compiled, packed, **options), _run(tigon.glu, packed, **options))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_saturated_gates_have_finite_gradients(activation: str, device: torch.device) -> None:
     gate = torch.tensor([[-1e4, -100.0, -50.0, 0.0, 50.0, 100.0, 1e4]], device=device)
@@ -237,6 +342,13 @@ def test_tiles_hold_eight_elements_a_thread(num_cols: int) -> None:
             lambda: tigon.glu(torch.ones(4), torch.ones(4), gate_first=False),
             "glu: gate_first: expected True when up is given, got False",
         ),
+        (
+            lambda: tigon.glu(torch.ones(4), torch.ones(4), interleaved=True),
+            "glu: interleaved: expected False when up is given, got True",
+        ),
+        (lambda: tigon.glu(torch.ones(4), limit=0.0), "glu: limit: expected a positive number or None, got 0.0"),
+        (lambda: tigon.glu(torch.ones(4), alpha=0.0), "glu: alpha: expected a positive number, got 0.0"),
+        (lambda: tigon.glu(torch.ones(4), limit_on="up"), "glu: limit_on: expected one of 'gate', 'activation'"),
         (
             lambda: tigon.glu(torch.ones(4), torch.ones(4, device="meta")),
             "glu: up: expected device cpu, got meta",

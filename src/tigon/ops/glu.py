@@ -1,19 +1,23 @@
 """Gated linear unit: an activated gate times a second tensor.
 
-    y = act(gate) * up
+    y = f(gate) * (up_offset + up)
+    f(gate) = act(alpha * gate_scale * gate) / alpha           (act(gate) by default)
 
-Gradient:
+With a limit, `up` is clamped to [-limit, limit] and `gate` or `f(gate)` to at most limit.
 
-    dgate = dy * up * act'(gate)
-    dup = dy * act(gate)
+Gradient, zero where a clamp cut, as that of torch.clamp:
 
-M rows (all leading axes), I columns. `gate` and `up` are two tensors or the halves of one packed `[..., 2I]`,
-whose gradient is packed too. Saved for backward: the inputs, so that nothing but y is new.
+    dgate = dy * (up_offset + up) * f'(gate)
+    dup = dy * f(gate)
+
+M rows (all leading axes), I columns. `gate` and `up` are two tensors, or one packed `[..., 2I]` of two halves or of
+neighbours in turns, whose gradient is packed too. Saved for backward: the inputs, so that nothing but y is new.
 Source: Shazeer 2020, arXiv:2002.05202.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +48,8 @@ ACTIVATIONS = {
     "sigmoid": Activation(torch.sigmoid, _tl.sigmoid_and_slope),
     "identity": Activation(lambda x: x, _tl.identity_and_slope),
 }
+LimitOn = Literal["gate", "activation"]
+LIMITS = ("gate", "activation")
 # What `approximate` of `geglu` selects, with the values of torch.nn.functional.gelu.
 GELUS = {"tanh": "gelu_tanh", "none": "gelu"}
 
@@ -52,12 +58,29 @@ GELUS = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
 def glu_reference(
-    gate: Tensor, up: Tensor | None = None, *, activation: str = "silu", gate_first: bool = True
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    gate_first: bool = True,
+    interleaved: bool = False,
+    limit: float | None = None,
+    limit_on: LimitOn = "gate",
+    alpha: float = 1.0,
+    gate_scale: float = 1.0,
+    up_offset: float = 0.0,
 ) -> Tensor:
-    gate, up = _split(gate, up, gate_first)
+    gate, up = _split(gate, up, gate_first, interleaved)
     dtype = torch.promote_types(gate.dtype, up.dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return (ACTIVATIONS[activation].reference(gate.to(wide)) * up.to(wide)).to(dtype)
+    gate, up = gate.to(wide), up.to(wide)
+    if limit is not None:
+        up = up.clamp(-limit, limit)
+        gate = gate.clamp(max=limit) if limit_on == "gate" else gate
+    act = ACTIVATIONS[activation].reference(alpha * gate_scale * gate) / alpha
+    if limit is not None and limit_on == "activation":
+        act = act.clamp(max=limit)
+    return (act * (up_offset + up)).to(dtype)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None, *, gate_first: bool = True) -> Tensor:
@@ -74,11 +97,11 @@ def geglu_reference(
     return glu_reference(gate, up, activation=GELUS[approximate], gate_first=gate_first)
 
 
-def _split(gate: Tensor, up: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:
-    """Gate and up; without `up` they are views of the halves of `gate`."""
+def _split(gate: Tensor, up: Tensor | None, gate_first: bool, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Gate and up; without `up` they are views of `gate`."""
     if up is not None:
         return gate, up
-    first, second = gate.chunk(2, -1)
+    first, second = (gate[..., 0::2], gate[..., 1::2]) if interleaved else gate.chunk(2, -1)
     return (first, second) if gate_first else (second, first)
 
 
@@ -86,12 +109,54 @@ def _split(gate: Tensor, up: Tensor | None, gate_first: bool) -> tuple[Tensor, T
 
 
 @triton.jit
-def _tile(num_rows, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows, columns and mask of this program's tile; the tiles of one row are neighbours."""
+def _tile(num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows and first column of this program's tile; the tiles of one row are neighbours."""
     num_col_tiles = tl.cdiv(num_cols, BLOCK_N)
     rows = (tl.program_id(0) // num_col_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = (tl.program_id(0) % num_col_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    return rows[:, None], cols[None, :], (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    return rows[:, None], (tl.program_id(0) % num_col_tiles) * BLOCK_N
+
+
+@triton.jit
+def _load_interleaved(
+    ptr, offsets, mask, GATE_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVICTION: tl.constexpr
+):
+    both = tl.load(ptr + offsets, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    gate, up = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+    if not GATE_FIRST:
+        gate, up = up, gate
+    return gate, up
+
+
+@triton.jit
+def _activate(gate, limit, gate_factor, act_factor, ACTIVATION: tl.constexpr, LIMITS_GATE: tl.constexpr):
+    """Value and derivative; what is None has no code."""
+    x = gate
+    if LIMITS_GATE:
+        # Not the minimum, which would drop a NaN.
+        x = tl.where(gate > limit, limit, gate)
+    if gate_factor is not None:
+        x = x * gate_factor
+    act, slope = ACTIVATION(x)
+    if gate_factor is not None:
+        slope = slope * gate_factor
+    if act_factor is not None:
+        act = act * act_factor
+        slope = slope * act_factor
+    if LIMITS_GATE:
+        slope = tl.where(gate > limit, 0.0, slope)
+    elif limit is not None:
+        slope = tl.where(act > limit, 0.0, slope)
+        act = tl.where(act > limit, limit, act)
+    return act, slope
+
+
+@triton.jit
+def _limit_up(up, limit, up_offset):
+    if limit is not None:
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if up_offset is not None:
+        up = up + up_offset
+    return up
 
 
 @triton.jit
@@ -103,16 +168,32 @@ def _glu_fwd_kernel(
     up_stride,
     num_rows,
     num_cols,
+    limit,
+    gate_factor,
+    act_factor,
+    up_offset,
     ACTIVATION: tl.constexpr,
+    LIMITS_GATE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program per tile."""
-    rows, cols, mask = _tile(num_rows, num_cols, BLOCK_M, BLOCK_N)
-    gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + rows * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    act, _ = ACTIVATION(gate)
-    tl.store(y_ptr + rows * num_cols + cols, act * up, mask=mask)
+    rows, start = _tile(num_cols, BLOCK_M, BLOCK_N)
+    cols = start + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < num_rows) & (cols < num_cols)
+    if INTERLEAVED:
+        both = 2 * start + tl.arange(0, 2 * BLOCK_N)[None, :]
+        both_mask = (rows < num_rows) & (both < 2 * num_cols)
+        gate, up = _load_interleaved(
+            gate_ptr, rows * gate_stride + both, both_mask, GATE_FIRST, BLOCK_M, BLOCK_N, EVICTION=""
+        )
+    else:
+        gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + rows * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    act, _ = _activate(gate, limit, gate_factor, act_factor, ACTIVATION, LIMITS_GATE)
+    tl.store(y_ptr + rows * num_cols + cols, act * _limit_up(up, limit, up_offset), mask=mask)
 
 
 @triton.jit
@@ -129,27 +210,57 @@ def _glu_bwd_kernel(
     dup_stride,
     num_rows,
     num_cols,
+    limit,
+    gate_factor,
+    act_factor,
+    up_offset,
     ACTIVATION: tl.constexpr,
+    LIMITS_GATE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    NEEDS_UP: tl.constexpr,
     NEEDS_DGATE: tl.constexpr,
     NEEDS_DUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program per tile."""
-    rows, cols, mask = _tile(num_rows, num_cols, BLOCK_M, BLOCK_N)
+    rows, start = _tile(num_cols, BLOCK_M, BLOCK_N)
+    cols = start + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < num_rows) & (cols < num_cols)
     # All three are dead after this read.
     dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(
-        tl.float32
-    )
-    act, slope = ACTIVATION(gate)
-    if NEEDS_DGATE:
-        up = tl.load(up_ptr + rows * up_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(
+    if INTERLEAVED:
+        both = 2 * start + tl.arange(0, 2 * BLOCK_N)[None, :]
+        both_mask = (rows < num_rows) & (both < 2 * num_cols)
+        gate, up = _load_interleaved(
+            gate_ptr, rows * gate_stride + both, both_mask, GATE_FIRST, BLOCK_M, BLOCK_N, EVICTION="evict_first"
+        )
+    else:
+        gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(
             tl.float32
         )
-        tl.store(dgate_ptr + rows * dgate_stride + cols, dy * up * slope, mask=mask)
+        if NEEDS_UP:
+            up = tl.load(up_ptr + rows * up_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(
+                tl.float32
+            )
+    act, slope = _activate(gate, limit, gate_factor, act_factor, ACTIVATION, LIMITS_GATE)
+    if NEEDS_DGATE:
+        dgate = dy * _limit_up(up, limit, up_offset) * slope
     if NEEDS_DUP:
-        tl.store(dup_ptr + rows * dup_stride + cols, dy * act, mask=mask)
+        dup = dy * act
+        if limit is not None:
+            dup = tl.where(tl.abs(up) > limit, 0.0, dup)
+    if INTERLEAVED:
+        if not GATE_FIRST:
+            dgate, dup = dup, dgate
+        pairs = tl.reshape(tl.join(dgate, dup), (BLOCK_M, 2 * BLOCK_N))
+        tl.store(dgate_ptr + rows * dgate_stride + both, pairs, mask=both_mask)
+    else:
+        if NEEDS_DGATE:
+            tl.store(dgate_ptr + rows * dgate_stride + cols, dgate, mask=mask)
+        if NEEDS_DUP:
+            tl.store(dup_ptr + rows * dup_stride + cols, dup, mask=mask)
 
 
 # ---- operators ----
@@ -176,17 +287,37 @@ def _as_matrices(*tensors: Tensor) -> list[Tensor]:
     return [as_rows(t) for t in tensors]
 
 
-def _fake_fwd(gate: Tensor, up: Tensor | None, activation: str, gate_first: bool) -> Tensor:
+def _fake_fwd(gate: Tensor, up: Tensor | None, *_: Any) -> Tensor:
     if up is None:
         return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
-@define("glu_fwd(Tensor gate, Tensor? up, str activation, bool gate_first) -> Tensor", fake=_fake_fwd)
-def _fwd(gate: Tensor, up: Tensor | None, activation: str, gate_first: bool) -> Tensor:
-    y = _fake_fwd(gate, up, activation, gate_first)
-    gate, up = _as_matrices(*_split(gate, up, gate_first))
-    num_rows, num_cols = gate.shape
+_OPTIONS = (
+    "str activation, bool gate_first, bool interleaved, float? limit, str limit_on, float? gate_factor,"
+    " float? act_factor, float? up_offset"
+)
+
+
+@define(f"glu_fwd(Tensor gate, Tensor? up, {_OPTIONS}) -> Tensor", fake=_fake_fwd)
+def _fwd(
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    gate_first: bool,
+    interleaved: bool,
+    limit: float | None,
+    limit_on: str,
+    gate_factor: float | None,
+    act_factor: float | None,
+    up_offset: float | None,
+) -> Tensor:
+    y = _fake_fwd(gate, up)
+    if interleaved:
+        (gate,), up = _as_matrices(gate), None
+    else:
+        gate, up = _as_matrices(*_split(gate, up, gate_first))
+    num_rows, num_cols = gate.shape[0], gate.shape[1] // (2 if interleaved else 1)
     block_m, block_n = _blocks(num_cols)
     launch(
         _glu_fwd_kernel,
@@ -195,10 +326,17 @@ def _fwd(gate: Tensor, up: Tensor | None, activation: str, gate_first: bool) -> 
         up,
         y,
         gate.stride(0),
-        up.stride(0),
+        0 if up is None else up.stride(0),
         num_rows,
         num_cols,
+        limit,
+        gate_factor,
+        act_factor,
+        up_offset,
         ACTIVATION=ACTIVATIONS[activation].kernel,
+        LIMITS_GATE=limit is not None and limit_on == "gate",
+        INTERLEAVED=interleaved,
+        GATE_FIRST=gate_first,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         num_warps=4,
@@ -207,40 +345,44 @@ def _fwd(gate: Tensor, up: Tensor | None, activation: str, gate_first: bool) -> 
 
 
 def _fake_bwd(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    activation: str,
-    gate_first: bool,
-    needs_dgate: bool,
-    needs_dup: bool,
+    dy: Tensor, gate: Tensor, up: Tensor | None, needs_dgate: bool, needs_dup: bool, *_: Any
 ) -> tuple[Tensor, Tensor]:
     dgate = gate.new_empty(gate.shape if needs_dgate else (0,))
     return dgate, gate.new_empty(0) if up is None else up.new_empty(up.shape if needs_dup else (0,))
 
 
 @define(
-    "glu_bwd(Tensor dy, Tensor gate, Tensor? up, str activation, bool gate_first, bool needs_dgate,"
-    " bool needs_dup) -> (Tensor, Tensor)",
+    f"glu_bwd(Tensor dy, Tensor gate, Tensor? up, bool needs_dgate, bool needs_dup, {_OPTIONS}) -> (Tensor, Tensor)",
     fake=_fake_bwd,
 )
 def _bwd(
     dy: Tensor,
     gate: Tensor,
     up: Tensor | None,
-    activation: str,
-    gate_first: bool,
     needs_dgate: bool,
     needs_dup: bool,
+    activation: str,
+    gate_first: bool,
+    interleaved: bool,
+    limit: float | None,
+    limit_on: str,
+    gate_factor: float | None,
+    act_factor: float | None,
+    up_offset: float | None,
 ) -> tuple[Tensor, Tensor]:
-    out = _fake_bwd(dy, gate, up, activation, gate_first, needs_dgate, needs_dup)
+    out = _fake_bwd(dy, gate, up, needs_dgate, needs_dup)
     dgate, dup = out
     if up is None:
         needs_dup = needs_dgate
-        dgate, dup = _split(dgate, None, gate_first)
-    gate, up = _split(gate, up, gate_first)
-    gate, up, dy, dgate, dup = _as_matrices(gate, up, dy, dgate, dup)
-    num_rows, num_cols = gate.shape
+    if interleaved:
+        gate, dy, dgate = _as_matrices(gate, dy, dgate)
+        up = dup = None
+    else:
+        if up is None:
+            dgate, dup = _split(dgate, None, gate_first)
+        gate, up = _split(gate, up, gate_first)
+        gate, up, dy, dgate, dup = _as_matrices(gate, up, dy, dgate, dup)
+    num_rows, num_cols = dy.shape
     block_m, block_n = _blocks(num_cols)
     launch(
         _glu_bwd_kernel,
@@ -251,13 +393,21 @@ def _bwd(
         dgate,
         dup,
         gate.stride(0),
-        up.stride(0),
+        0 if up is None else up.stride(0),
         dy.stride(0),
         dgate.stride(0),
-        dup.stride(0),
+        0 if dup is None else dup.stride(0),
         num_rows,
         num_cols,
+        limit,
+        gate_factor,
+        act_factor,
+        up_offset,
         ACTIVATION=ACTIVATIONS[activation].kernel,
+        LIMITS_GATE=limit is not None and limit_on == "gate",
+        INTERLEAVED=interleaved,
+        GATE_FIRST=gate_first,
+        NEEDS_UP=needs_dgate or limit is not None,
         NEEDS_DGATE=needs_dgate,
         NEEDS_DUP=needs_dup,
         BLOCK_M=block_m,
@@ -272,18 +422,18 @@ def _bwd(
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, gate_first: bool) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, *options: Any) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.gate_first = activation, gate_first
-        return _fwd(gate, up, activation, gate_first)
+        ctx.options = options
+        return _fwd(gate, up, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         needs_dgate, needs_dup = ctx.needs_input_grad[:2]
-        dgate, dup = _bwd(dy, gate, up, ctx.activation, ctx.gate_first, needs_dgate, needs_dup)
-        return dgate if needs_dgate else None, dup if needs_dup else None, None, None
+        dgate, dup = _bwd(dy, gate, up, needs_dgate, needs_dup, *ctx.options)
+        return (dgate if needs_dgate else None, dup if needs_dup else None, *[None] * len(ctx.options))
 
 
 # ---- public ----
@@ -295,7 +445,19 @@ def _supports(gate: Tensor, up: Tensor | None = None, **_: Any) -> list[str]:
     return []
 
 
-def _glu(name: str, gate: Tensor, up: Tensor | None, activation: str, gate_first: bool) -> Tensor:
+def _glu(
+    name: str,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    gate_first: bool,
+    interleaved: bool = False,
+    limit: float | None = None,
+    limit_on: LimitOn = "gate",
+    alpha: float = 1.0,
+    gate_scale: float = 1.0,
+    up_offset: float = 0.0,
+) -> Tensor:
     require_floating(name, gate=gate, up=up)
     require(gate.dim() >= 1, name, "gate", "at least one axis", "a scalar")
     if up is None:
@@ -303,37 +465,84 @@ def _glu(name: str, gate: Tensor, up: Tensor | None, activation: str, gate_first
     else:
         require(up.shape == gate.shape, name, "up", f"shape {tuple(gate.shape)}", tuple(up.shape))
         require(gate_first, name, "gate_first", "True when up is given", gate_first)
+        require(not interleaved, name, "interleaved", "False when up is given", interleaved)
     require_same_device(name, gate=gate, up=up)
     if runs_reference(name, gate, up):
-        return glu_reference(gate, up, activation=activation, gate_first=gate_first)
-    return _GLU.apply(gate, up, activation, gate_first)
+        return glu_reference(
+            gate,
+            up,
+            activation=activation,
+            gate_first=gate_first,
+            interleaved=interleaved,
+            limit=limit,
+            limit_on=limit_on,
+            alpha=alpha,
+            gate_scale=gate_scale,
+            up_offset=up_offset,
+        )
+    # What changes nothing is None, and so left out of the kernel.
+    return _GLU.apply(
+        gate,
+        up,
+        activation,
+        gate_first,
+        interleaved,
+        None if limit is None or limit == math.inf else float(limit),
+        limit_on,
+        None if alpha * gate_scale == 1 else float(alpha * gate_scale),
+        None if alpha == 1 else 1.0 / alpha,
+        None if up_offset == 0 else float(up_offset),
+    )
 
 
 @op(reference=glu_reference, supports=_supports)
-def glu(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu", gate_first: bool = True) -> Tensor:
-    """Activated gate times `up`, for two tensors or the two halves of one.
+def glu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    gate_first: bool = True,
+    interleaved: bool = False,
+    limit: float | None = None,
+    limit_on: LimitOn = "gate",
+    alpha: float = 1.0,
+    gate_scale: float = 1.0,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """Activated gate times `up`, for two tensors or two in one.
 
         y = act(gate) * up      # the reference, in one line
 
     Args:
-        gate: `[..., I]`, floating point, any strides; `[..., 2I]` with both halves when `up` is None.
+        gate: `[..., I]`, floating point, any strides; `[..., 2I]` with both when `up` is None.
         up: `[..., I]`, the shape of `gate`, or None.
         activation: "silu", "gelu" (with erf), "gelu_tanh", "relu", "relu2" (its square), "sigmoid", "identity".
-        gate_first: of packed halves, whether the first is the gate.
+        gate_first: of packed halves or neighbours, whether the first is the gate.
+        interleaved: the packed tensor holds gate and up in turns, `gate[..., 0::2]` and `gate[..., 1::2]`, rather
+            than in halves.
+        limit: `up` is clamped to [-limit, limit], and what `limit_on` says to at most `limit`; None or inf for no
+            limit. Gradients are zero beyond it.
+        limit_on: what the upper limit applies to besides `up`: "gate" or the "activation" of it.
+        alpha: the activation becomes `act(alpha * gate) / alpha`: with silu, `gate * sigmoid(alpha * gate)`.
+        gate_scale: factor of the gate inside the activation, after its limit.
+        up_offset: added to `up` after its limit.
 
     Returns:
         `[..., I]` in the promoted dtype of `gate` and `up`.
 
     Raises:
-        ValueError: shapes or devices disagree, a packed axis is odd, or `activation` is unknown.
+        ValueError: shapes or devices disagree, a packed axis is odd, or an option is unknown or out of range.
 
     Numerics: computed in fp32 and rounded once; model code that rounds the activation first is less exact.
-    Memory:   saves the inputs; halves of a packed tensor are read in place and their gradient is one tensor.
+    Memory:   saves the inputs; those in a packed tensor are read in place and their gradient is one tensor.
     Differs from the reference: never in formula; in the last bits of exp and erf.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
     require_one_of("glu", "activation", activation, tuple(ACTIVATIONS))
-    return _glu("glu", gate, up, activation, gate_first)
+    require_one_of("glu", "limit_on", limit_on, LIMITS)
+    require(limit is None or limit > 0, "glu", "limit", "a positive number or None", limit)
+    require(alpha > 0, "glu", "alpha", "a positive number", alpha)
+    return _glu("glu", gate, up, activation, gate_first, interleaved, limit, limit_on, alpha, gate_scale, up_offset)
 
 
 @op(reference=swiglu_reference, supports=_supports)

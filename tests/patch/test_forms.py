@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -34,6 +35,97 @@ class HardCodedEps(Norm):
     def forward(self, x: Tensor) -> Tensor:
         n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
         return self.scale * n.to(x.dtype)
+
+
+class EpsOutside(Norm):
+    """1e-5 is added to the root, not below it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x.float() / (x.float().pow(2).mean(-1, keepdim=True).sqrt() + 3e-3)).to(x.dtype)
+
+
+class EpsAsFloor(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x.float() * x.float().pow(2).mean(-1, keepdim=True).clamp_min(1e-5).rsqrt()).to(x.dtype)
+
+
+class EpsOfTheDtype(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        eps = torch.finfo(x.dtype).eps
+        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        return self.scale * n.to(x.dtype)
+
+
+class OnlyTheInverse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+
+class RoundedWithoutWeight(OnlyTheInverse):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * super().forward(x)
+
+
+class UnusedBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+        self.register_buffer("ones", torch.ones(24), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class FrozenScale(UnusedBuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.ones
+
+
+class UnusedWeight(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float().mul(torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.tiny)).to(x.dtype)
+
+
+class NothingToLearn(nn.Module):
+    """A layer norm without weights, its eps hard-coded."""
+
+    def __init__(self, size: int = 24) -> None:
+        super().__init__()
+        self.normalized_shape = (size,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.normalized_shape, None, None, eps=1e-5).to(x.dtype)
+
+
+class OnePlus(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class Unbiased(nn.LayerNorm):
+    """Divides by n - 1, as `std` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + self.eps).sqrt() * self.weight + self.bias
+
+
+class ByHead(nn.LayerNorm):
+    def __init__(self) -> None:
+        super().__init__((3, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (24,), None, None, self.eps) * self.weight + self.bias
+
+
+class OverChannels(nn.LayerNorm):
+    """Of images [B, C, H, W]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class DetachedNorm(Norm):
@@ -118,6 +210,44 @@ class InnerNorm(Mlp):
         return self.c(self.norm(self.a(x) * self.act(self.b(x))))
 
 
+class InnerNormFirst(InnerNorm):
+    """The same children, but the norm comes before the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.norm(self.a(x)) * self.act(self.b(x)))
+
+
+class InnerNormTwice(InnerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.norm(self.norm(self.a(x) * self.act(self.b(x)))))
+
+
+class CastsToTheWeight(Mlp):
+    """Its last projection may be kept in fp32 while the others are not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x) * self.act(self.b(x))
+        if isinstance(self.c.weight, Tensor) and y.dtype != self.c.weight.dtype != torch.int8:
+            y = y.to(self.c.weight.dtype)
+        return self.c(y)
+
+
+class UsesTheSizeOfAWeight(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.a.weight.abs().mean()
+
+
+class OptionalIndex(Mlp):
+    def forward(self, x: Tensor, index: int | None = None) -> Tensor:
+        y = super().forward(x)
+        return y if index is None else y * index
+
+
+class FlagIsSet(Mlp):
+    def forward(self, x: Tensor, double: bool = True) -> Tensor:
+        return super().forward(x) * (2 if double else 1)
+
+
 class OwnBias(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -196,6 +326,16 @@ ACCEPTED = [
     (WithDropout(0.0), "glu", "silu"),
     (GateSecond(), "glu", "gelu, packed, gate second"),
     (FunctionActivation(), "glu", "relu"),
+    (HardCodedEps(), "rms_norm", "cast_then_scale"),
+    (nn.RMSNorm(24), "rms_norm", None),
+    (UnusedBuffer(), "rms_norm", "no weight"),
+    (FrozenScale(), "rms_norm", "cast_then_scale"),
+    (NothingToLearn(), "layer_norm", "no weight"),
+    (OnePlus(24), "layer_norm", "weight, bias, offset 1"),
+    (OnePlus(24, bias=False), "layer_norm", "weight, offset 1"),
+    (InnerNorm(), "glu", "silu, inner module"),
+    (CastsToTheWeight(), "glu", "silu"),
+    (OptionalIndex(), "glu", "silu"),
 ]
 
 
@@ -208,14 +348,16 @@ def test_accepted_modules_compute_the_same_and_train_the_same(module: nn.Module,
     x = torch.randn(5, 7, 24 if width is None else width.in_features, requires_grad=True)
     leaves = [x, *module.parameters()]
     native = module(x)
-    wanted = torch.autograd.grad(native.square().sum(), leaves)
-    row = only_row(module)
+    # Of the square of a norm the gradient is rounding.
+    upstream = torch.randn_like(native)
+    wanted = torch.autograd.grad(native, leaves, upstream)
+    row = next(row for row in tigon.patch(module) if row.form == form)
     try:
         assert (row.form, row.verdict) == (form, "replaced"), row.reason
         assert variant is None or row.variant == variant
         patched = module(x)
         torch.testing.assert_close(patched, native, rtol=1e-5, atol=1e-5)
-        for a, b in zip(torch.autograd.grad(patched.square().sum(), leaves), wanted, strict=True):
+        for a, b in zip(torch.autograd.grad(patched, leaves, upstream), wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
     finally:
         tigon.unpatch(module)
@@ -223,11 +365,15 @@ def test_accepted_modules_compute_the_same_and_train_the_same(module: nn.Module,
 
 REFUSED = [
     (ClampedNorm(), "no candidate computes the same"),
-    (HardCodedEps(), "no candidate computes the same"),
+    (EpsOutside(), "no candidate computes the same"),
+    (EpsAsFloor(), "no candidate computes the same"),
+    (EpsOfTheDtype(), "rounds to 16 bits"),
+    (OnlyTheInverse(), "it makes (32, 1) of (32, 64)"),
+    (RoundedWithoutWeight(), "rounds to 16 bits"),
+    (ByHead(), "its weight has 2 axes"),
     (DetachedNorm(), "no candidate computes the same"),
     (RoundedStatistics(), "rounds to 16 bits"),
     (GatedNorm(), "takes (x: "),
-    (nn.GroupNorm(2, 24), "no candidate computes the same"),
     (Multiplier(), "no candidate computes the same"),
     (ClampedGate(), "no candidate computes the same"),
     (ClampedActivation(), "no candidate computes the same"),
@@ -235,23 +381,66 @@ REFUSED = [
     (OwnBias(), "parameters or buffers of its own"),
     (WithDropout(0.1), "drops out"),
     (FunctionalDropout(), "no candidate computes the same"),
-    (ReadsWeight(), "no attribute 'weight'"),
+    (ReadsWeight(), "it reads the weights of its projections"),
+    (UsesTheSizeOfAWeight(), "it reads the weights of its projections"),
+    (InnerNormFirst(), "its child norm has parameters or buffers, and is not called on the product alone"),
+    (InnerNormTwice(), "its child norm has parameters or buffers, and is not called on the product alone"),
+    (FlagIsSet(), "double: 'bool' = True"),
     (Residual(), "takes (x: "),
 ]
 
 
 @pytest.mark.parametrize(("module", "reason"), REFUSED, ids=lambda value: type(value).__name__)
 def test_traps_are_refused_with_a_reason(module: nn.Module, reason: str) -> None:
-    with pytest.warns(UserWarning, match="replaced nothing"):
-        row = only_row(module)
-    assert row.verdict == "kept"
+    # Of a refused MLP the norm within may be replaced.
+    with warnings.catch_warnings(action="ignore"):
+        row = tigon.patch(nn.Sequential(module)).kept[0]
     assert reason in row.reason
     assert "forward" not in module.__dict__
+    tigon.unpatch(module)
 
 
-def test_a_norm_within_an_mlp_is_replaced_and_the_mlp_kept() -> None:
-    report = tigon.patch(InnerNorm())
-    assert {(row.form, row.verdict) for row in report} == {("glu", "kept"), ("rms_norm", "replaced")}
+@pytest.mark.parametrize("module", [nn.GroupNorm(2, 24), OverChannels(24), Unbiased(24), nn.Dropout(0.1), nn.PReLU(24)])
+def test_what_normalises_something_else_has_no_row(module: nn.Module) -> None:
+    with pytest.warns(UserWarning, match="nothing recognised"):
+        assert tigon.patch(module, strict=True).rows == []
+
+
+def test_a_weight_that_is_not_used_gets_no_gradient() -> None:
+    norm = UnusedWeight()
+    assert only_row(norm).variant == "no weight"
+    norm(torch.randn(3, 24, requires_grad=True)).sum().backward()
+    assert norm.scale.grad is None
+
+
+def test_a_norm_and_an_mlp_around_it_are_both_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tigon.patch import _glu, _norms
+
+    mlp, x, calls = InnerNorm(), torch.randn(3, 12), []
+    native = mlp(x)
+    for module, name in ((_glu, "glu"), (_norms, "rms_norm")):
+        op = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, op=op, name=name, **k: calls.append(name) or op(*a, **k))
+    tigon.patch(mlp)
+    torch.testing.assert_close(mlp(x), native, rtol=1e-5, atol=1e-5)
+    assert calls == ["glu", "rms_norm"]
+
+
+def test_further_arguments_go_to_the_native_forward() -> None:
+    mlp, x = OptionalIndex(), torch.randn(3, 12)
+    native = [mlp(x, 3), mlp(x, index=3), mlp(x, None)]
+    assert only_row(mlp).verdict == "replaced"
+    for patched, wanted in zip((mlp(x, 3), mlp(x, index=3), mlp(x, None)), native, strict=True):
+        torch.testing.assert_close(patched, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_projection_kept_in_fp32_gets_fp32() -> None:
+    mlp, x = CastsToTheWeight(), torch.randn(3, 12).to(torch.bfloat16)
+    mlp.a.to(torch.bfloat16), mlp.b.to(torch.bfloat16)
+    native = mlp(x)
+    assert only_row(mlp).verdict == "replaced"
+    assert mlp(x).dtype == native.dtype == torch.float32
+    torch.testing.assert_close(mlp(x), native, rtol=2e-2, atol=2e-2)
 
 
 def test_attention_blocks_and_dropouts_do_not_look_like_forms() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,81 @@ def negated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     return half(q, k, cos, -sin, unsqueeze_dim)
 
 
+def rotate_pairs(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+def interleaved_full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    q_rot, k_rot = q.float() * cos + rotate_pairs(q.float()) * sin, k.float() * cos + rotate_pairs(k.float()) * sin
+    return q_rot.to(q.dtype), k_rot.to(k.dtype)
+
+
+def pairs_apart(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> Any:
+    """Neighbours turn and come out as halves; of the tables the first half is read."""
+    cos, sin = (t[..., : t.shape[-1] // 2].unsqueeze(unsqueeze_dim) for t in (cos, sin))
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    return rotate(q), rotate(k)
+
+
+def pairs_apart_then_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    def apart(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+    return half(apart(q), apart(k), cos, sin, unsqueeze_dim)
+
+
+def sin_first(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    sin, cos = (t.repeat_interleave(2, -1).unsqueeze(2) for t in (sin, cos))
+    return tensor * cos + rotate_pairs(tensor) * sin
+
+
+def complex_table(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Any:
+    def rotate(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(-2).type_as(x)
+
+    return rotate(xq), rotate(xk)
+
+
+def conjugate_table(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Any:
+    return complex_table(xq, xk, freqs_cis.conj())
+
+
+def last_columns(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    cos, sin = (t.repeat_interleave(2, -1).unsqueeze(unsqueeze_dim) for t in (cos, sin))
+    rest, turned = x[..., : -cos.shape[-1]], x[..., -cos.shape[-1] :]
+    return torch.cat((rest, (turned.float() * cos + rotate_pairs(turned).float() * sin).to(x.dtype)), -1)
+
+
+def sin_of_the_other_element(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    """Right for tables that repeat their halves only."""
+    return half(q, k, cos, sin.roll(sin.shape[-1] // 2, -1), unsqueeze_dim)
+
+
+def mixed_up_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    return half(q, k, sin, cos, unsqueeze_dim)
+
+
+def transposed_back(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    """The inverse with the halves of sin swapped, which does not show where they are equal."""
+    return half(q, k, cos, -sin.roll(sin.shape[-1] // 2, -1), unsqueeze_dim)
+
+
+def doubled_frequencies(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Any:
+    return complex_table(xq, xk, freqs_cis * freqs_cis)
+
+
+def detached_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    return half(q, k.detach() + 0 * k, cos, sin, unsqueeze_dim)
+
+
 def first_row_only(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
     return half(q, k, cos[:1], sin[:1], unsqueeze_dim)
 
@@ -78,48 +154,98 @@ def with_sections(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: Any 
     return half(q, k, cos, sin)
 
 
-@pytest.mark.parametrize(
-    ("function", "variant"),
-    [
-        (half, "half"),
-        (half_back_to_the_input_dtype, "half"),
-        (partial, "half"),
-        (half_tables, "half, half tables"),
-        (heads_after_tokens, "half"),
-        (one_tensor, "half"),
-        (one_tensor_back_to_the_input_dtype, "half"),
-        (interleaved, "interleaved, half tables"),
-    ],
-)
-def test_recognised_functions_give_the_same_values_and_gradients(function: Callable[..., Any], variant: str) -> None:
+# Function, variant, axis of the heads, width of the tables for heads of 8.
+RECOGNISED = [
+    (half, "half", 1, 8),
+    (half_back_to_the_input_dtype, "half", 1, 8),
+    (partial, "half", 1, 4),
+    (half_tables, "half, half tables", 1, 4),
+    (heads_after_tokens, "half", 2, 8),
+    (one_tensor, "half", 1, 8),
+    (one_tensor_back_to_the_input_dtype, "half", 1, 8),
+    (negated, "half, inverse", 1, 8),
+    (interleaved, "interleaved, half tables", 1, 8),
+    (interleaved_full, "interleaved", 1, 8),
+    (pairs_apart, "interleaved_to_half", 1, 8),
+    (pairs_apart_then_half, "interleaved_to_half, full tables", 1, 8),
+    (sin_first, "interleaved, half tables", 2, 4),
+    (complex_table, "interleaved, half tables", 1, 4),
+    (conjugate_table, "interleaved, half tables, inverse", 1, 4),
+    (last_columns, "interleaved, half tables, tail", 1, 2),
+]
+
+
+@pytest.mark.parametrize(("function", "variant", "axis", "width"), RECOGNISED, ids=lambda v: getattr(v, "__name__", ""))
+def test_recognised_functions_give_the_same_values_and_gradients(
+    function: Callable[..., Any], variant: str, axis: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = _rope.verify(function)
     assert found.variant == variant
     fused = _rope.replacement(function, found.settings)
-    after_tokens = function is heads_after_tokens
-    q, k = (torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (4, 2))
-    one = function in (one_tensor, one_tensor_back_to_the_input_dtype)
-    width = 4 if function in (half_tables, partial) else 8
-    for batch in (1, 2):
-        cos, sin = torch.randn(2, batch, 5, width)
-        for dtype in (torch.float32, torch.bfloat16):
-            x = [t.transpose(1, 2) if after_tokens else t for t in (q.to(dtype), k.to(dtype))][: 1 if one else 2]
-            native, patched = function(*x, cos, sin), fused(*x, cos=cos, sin=sin)
-            for a, b in zip(*((y,) if one else y for y in (patched, native)), strict=True):
-                assert a.dtype == b.dtype
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
-                if dtype == torch.float32:
-                    wanted = torch.autograd.grad(b.square().sum(), (q, k), retain_graph=True, allow_unused=True)
-                    got = torch.autograd.grad(a.square().sum(), (q, k), allow_unused=True)
-                    assert [g is None for g in got] == [g is None for g in wanted]
-                    for g, w in zip(got, wanted, strict=True):
-                        if g is not None:
-                            torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+    calls, rope = [], _rope.rope
+    monkeypatch.setattr(_rope, "rope", lambda *a, **k: calls.append("rope") or rope(*a, **k))
+    names = list(inspect.signature(function).parameters)
+    count = names.index("freqs_cis") if "freqs_cis" in names else min(names.index("cos"), names.index("sin"))
+    leaves = [torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (4, 2)][:count]
+    for batch, dtype in itertools.product((1, 2), (torch.float32, torch.bfloat16)):
+        tables = {"cos": torch.randn(batch, 5, width), "sin": torch.randn(batch, 5, width)}
+        tables["freqs_cis"] = torch.complex(tables["cos"], tables["sin"])
+        tables = {name: table for name, table in tables.items() if name in names}
+        x = [t.to(dtype).transpose(1, 2) if axis == 2 else t.to(dtype) for t in leaves]
+        native, patched = function(*x, **tables), fused(*x, **tables)
+        for a, b in zip(*((y,) if count == 1 else y for y in (patched, native)), strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+            if dtype == torch.float32:
+                wanted = torch.autograd.grad(b.square().sum(), leaves, retain_graph=True, allow_unused=True)
+                got = torch.autograd.grad(a.square().sum(), leaves, allow_unused=True)
+                assert [g is None for g in got] == [g is None for g in wanted]
+                for g, w in zip(got, wanted, strict=True):
+                    if g is not None:
+                        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 4
 
 
-@pytest.mark.parametrize("function", [negated, first_row_only, scaled_keys, with_sections])
+@pytest.mark.parametrize(
+    "function",
+    [
+        first_row_only,
+        scaled_keys,
+        with_sections,
+        sin_of_the_other_element,
+        mixed_up_tables,
+        transposed_back,
+        doubled_frequencies,
+        detached_keys,
+    ],
+)
 def test_other_functions_are_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(_rope.Refused):
         _rope.verify(function)
+
+
+@pytest.mark.parametrize(("function", "variant", "axis", "width"), RECOGNISED, ids=lambda v: getattr(v, "__name__", ""))
+def test_no_other_candidate_agrees_with_a_function(
+    function: Callable[..., Any], variant: str, axis: int, width: int
+) -> None:
+    """The probe tells all candidates apart that differ on tensors the function takes."""
+    settings = _rope.verify(function).settings
+    names = list(inspect.signature(function).parameters)
+    arguments = _rope._arguments(function)
+    others = [
+        settings._replace(inverse=not settings.inverse),
+        settings._replace(layout="half" if settings.layout != "half" else "interleaved"),
+        settings._replace(layout="interleaved_to_half" if settings.layout != "interleaved_to_half" else "half"),
+        settings._replace(keeps_dtype=not settings.keeps_dtype),
+    ]
+    generator = torch.Generator().manual_seed(3)
+    says_axis = "unsqueeze_dim" in names
+    for other in others:
+        left = [other]
+        for each, size in itertools.product((1, 2), (16, 8, 4)):
+            tensors = _rope._draw(generator, each, size, 2)
+            left = _rope._Case(function, arguments, says_axis, each, tensors, generator).surviving(left)
+        assert left == [], other
 
 
 @pytest.mark.parametrize(
@@ -140,6 +266,59 @@ def test_calls_that_do_not_fit_go_to_the_native_function(arguments: dict[str, Te
     else:
         for a, b in zip(fused(**arguments), wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_tables_of_a_length_or_a_batch_that_only_broadcasting_takes_go_to_the_native_function() -> None:
+    fused = _rope.replacement(half, _rope.verify(half).settings)
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    for shape in ((2, 3, 8), (1, 1, 8)):
+        cos, sin = torch.randn(2, *shape)
+        for a, b in zip(fused(q, k, cos, sin), half(q, k, cos, sin), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+class InlineRotation(nn.Module):
+    """Its rotation is a method, which is no function that could be replaced."""
+
+    @staticmethod
+    def apply_rotary(angles: Tensor, q: Tensor) -> Tensor:
+        return q * angles.cos()
+
+    def forward(self, q: Tensor, angles: Tensor) -> Tensor:
+        return self.apply_rotary(angles, q)
+
+
+def test_a_rotation_that_is_a_method_is_kept_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="replaced nothing"):
+        (row,) = tigon.patch(InlineRotation()).rows
+    assert (row.form, row.verdict) == ("rope", "kept")
+    assert "the method apply_rotary of its class" in row.reason
+
+
+class Either(nn.Module):
+    """One forward, two rotary functions, of which an option chooses."""
+
+    apart = False
+
+    def forward(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.apart:
+            q, _ = pairs_apart(q, q, cos, sin)
+        else:
+            q, _ = half(q, q, cos, sin)
+        return q
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_both_functions_of_a_forward_are_replaced(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = Either(), attention_inputs()
+    module.apart = apart
+    native = module(*inputs)
+    (row,) = tigon.patch(module).rows
+    assert (row.verdict, row.variant) == ("replaced", "interleaved_to_half; half")
+    layouts, rope = [], _rope.rope
+    monkeypatch.setattr(_rope, "rope", lambda *a, **k: layouts.append(k["layout"]) or rope(*a, **k))
+    torch.testing.assert_close(module(*inputs), native, rtol=1e-5, atol=1e-5)
+    assert layouts == ["interleaved_to_half" if apart else "half"]
 
 
 def logged(forward: Any) -> Any:

@@ -79,15 +79,27 @@ def explained(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class Projection(nn.Module):
-    """Stand-in for a linear layer of any kind. It has no `weight`: a forward that reads one is refused."""
+    """Stand-in for a linear layer of any kind. Its `weight` and `bias` have shapes and a dtype, but no numbers."""
 
     def __init__(self, in_features: int, out_features: int, generator: torch.Generator) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.matrix = torch.randn(out_features, in_features, generator=generator) / in_features**0.5
         self.shift = torch.randn(out_features, generator=generator)
+        # What its weight is said to be in; whether that is all it takes.
+        self.dtype, self.strict = torch.float32, False
+
+    @property
+    def weight(self) -> Tensor:
+        return torch.full((self.out_features, self.in_features), float("nan"), dtype=self.dtype)
+
+    @property
+    def bias(self) -> Tensor:
+        return self.weight[:, 0]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.strict and x.dtype != self.dtype:
+            raise RuntimeError(f"expected {self.dtype}, got {x.dtype}")
         return x @ self.matrix.to(x.dtype).T + self.shift.to(x.dtype)
 
 
@@ -107,6 +119,7 @@ def twin(
     module: nn.Module,
     *,
     parameters: dict[str, Tensor] | None = None,
+    buffers: dict[str, Tensor] | None = None,
     children: dict[str, nn.Module] | None = None,
     attributes: dict[str, Any] | None = None,
     training: bool = False,
@@ -123,6 +136,8 @@ def twin(
     given = parameters or {}
     # Absent parameters stay absent: a module asks for them by name.
     state["_parameters"] = {name: nn.Parameter(given[name]) if name in given else None for name in module._parameters}
+    if buffers is not None:
+        state["_buffers"] = {name: buffers.get(name) for name in module._buffers}
     if children is None:
         children = {name: twin(child, training=training) for name, child in module._modules.items() if child}
     state["_modules"] = dict(children)
@@ -166,8 +181,15 @@ def no_worse(actual: Any, native: Any, exact: Tensor) -> bool:
     return error <= 2 * own + 1e-6 * float(exact.square().mean().sqrt())
 
 
-def gradients(result: Tensor, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(result, inputs, upstream.to(result.dtype)))
+def gradients(result: Tensor, inputs: list[Tensor], upstream: Tensor) -> list[Tensor | None]:
+    return list(torch.autograd.grad(result, inputs, upstream.to(result.dtype), allow_unused=True))
+
+
+def same_gradients(actual: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    """Whether gradients agree, and are missing for the same inputs."""
+    return all(
+        a is b if a is None or b is None else same(a, b, tolerance=1e-4) for a, b in zip(actual, expected, strict=True)
+    )
 
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)

@@ -12,8 +12,9 @@ import functools
 import inspect
 import itertools
 import linecache
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from ..ops.rope import rope, rope_reference
 from . import _probe, _swap
-from ._forms import Found, _is_plain
+from ._form import Found, is_plain
 from ._probe import Refused
 
 
@@ -30,49 +31,130 @@ class RopeSettings(NamedTuple):
 
     layout: str
     tables: str
-    # The tables repeat their first half, which is all that is read.
+    # Only the first half of the tables is read; the second repeats it.
     first_half: bool
     # The axis of the heads, or None when callers say it with `unsqueeze_dim`.
     heads: int | None
     # Whether results are cast back to the dtype of the input.
     keeps_dtype: bool
-    has_k: bool
+    inverse: bool
+    tail: bool
+
+    @property
+    def variant(self) -> str:
+        notes = (
+            self.layout,
+            f"{self.tables} tables" if (self.layout, self.tables) not in _USUAL else "",
+            "inverse" if self.inverse else "",
+            "tail" if self.tail else "",
+        )
+        return ", ".join(note for note in notes if note)
 
     def call(self, op: Callable[..., Any], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, axis: int) -> Any:
         if self.first_half:
             cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
-        y = op(q, k, cos, sin, layout=self.layout, tables=self.tables, unsqueeze_dim=axis)
+        y = op(
+            q,
+            k,
+            cos,
+            sin,
+            layout=self.layout,
+            tables=self.tables,
+            unsqueeze_dim=axis,
+            inverse=self.inverse,
+            tail=self.tail,
+        )
         if not self.keeps_dtype:
             return y
         return y.to(q.dtype) if k is None else (y[0].to(q.dtype), y[1].to(k.dtype))
 
 
+# Layouts with the tables that need no mention.
+_USUAL = (("half", "full"), ("interleaved", "full"), ("interleaved_to_half", "half"))
+# Layout, tables, whether the first half of them is all that is read. Some agree wherever both run, the first is taken.
+_TABLES = (
+    ("half", "full", False),
+    ("half", "half", False),
+    ("half", "half", True),
+    ("interleaved", "full", False),
+    ("interleaved", "half", False),
+    ("interleaved", "half", True),
+    ("interleaved_to_half", "half", True),
+    ("interleaved_to_half", "half", False),
+    ("interleaved_to_half", "full", False),
+)
+
+
 # ---- finding ----
 
 
-def _signature(function: Any) -> list[inspect.Parameter]:
-    target = type(function).forward if isinstance(function, nn.Module) else function
-    parameters = list(inspect.signature(target).parameters.values())
-    return parameters[1:] if isinstance(function, nn.Module) else parameters
+class _Method(NamedTuple):
+    """A rotary function that is no global but a method of the attention's class."""
+
+    name: str
+
+
+class _Arguments(NamedTuple):
+    """Where a rotary function has its tensors. `complex` is the one table cos + i sin in place of two."""
+
+    names: tuple[str, ...]
+    defaults: tuple[Any, ...]
+    num_heads_tensors: int
+    cos: int
+    sin: int
+
+    @property
+    def complex(self) -> bool:
+        return self.cos == self.sin
+
+    @property
+    def num_tensors(self) -> int:
+        return self.num_heads_tensors + (1 if self.complex else 2)
+
+    def tables(self, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        if self.complex:
+            return torch.view_as_real(values[self.cos].resolve_conj()).unbind(-1)  # type: ignore[return-value]
+        return values[self.cos], values[self.sin]
+
+    def place(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        if self.complex:
+            return (torch.complex(cos.float(), sin.float()),)
+        return (cos, sin) if self.cos < self.sin else (sin, cos)
 
 
 @functools.cache
-def _looks_rotary(value: types.FunctionType | nn.Module) -> bool:
+def _arguments(function: Any) -> _Arguments | None:
+    """One or two tensors to rotate, then the tables by one of their usual names; None for anything else."""
+    target = type(function).forward if isinstance(function, nn.Module) else function
     try:
-        names = [parameter.name for parameter in _signature(value)]
+        parameters = list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError, AttributeError):
-        return False
-    return "cos" in names[1:3] and names[names.index("cos") + 1 :][:1] == ["sin"]
+        return None
+    parameters = parameters[1:] if isinstance(function, nn.Module) else parameters
+    names = tuple(parameter.name for parameter in parameters)
+    defaults = tuple(None if parameter.default is parameter.empty else parameter.default for parameter in parameters)
+    for count in (1, 2):
+        if set(names[count : count + 2]) == {"cos", "sin"}:
+            return _Arguments(names, defaults, count, names.index("cos"), names.index("sin"))
+        if names[count : count + 1] == ("freqs_cis",):
+            return _Arguments(names, defaults, count, count, count)
+    return None
 
 
 def rotary_functions(forward: Callable[..., Any]) -> dict[str, Any]:
-    """Rotary functions by the global name under which a forward calls them."""
+    """Rotary functions by the name under which a forward calls them: globals, and methods to say no to."""
     innermost = inspect.unwrap(forward)
     if not isinstance(innermost, types.FunctionType):
         return {}
-    found = {name: innermost.__globals__.get(name) for name in innermost.__code__.co_names}
+    names = innermost.__code__.co_names
+    found = {name: innermost.__globals__.get(name) for name in names}
     callables = {name: value for name, value in found.items() if isinstance(value, (types.FunctionType, nn.Module))}
-    return {name: value for name, value in callables.items() if _looks_rotary(value)}
+    functions = {name: value for name, value in callables.items() if _arguments(value) is not None}
+    if functions:
+        return functions
+    owner = innermost.__globals__.get(innermost.__qualname__.partition(".")[0])
+    methods = [name for name in names if re.match("apply_rot|rotate_quer", name) and callable(getattr(owner, name, 0))]
+    return {name: _Method(name) for name in methods}
 
 
 # ---- probing ----
@@ -81,31 +163,34 @@ def rotary_functions(forward: Callable[..., Any]) -> dict[str, Any]:
 @_probe.remembered
 def verify(function: Any) -> Found:
     """What a rotary function computes; raises Refused when no candidate does."""
-    names = [parameter.name for parameter in _signature(function)]
-    has_k = names[2] == "cos"
+    if isinstance(function, _Method):
+        raise Refused(f"its rotation is the method {function.name} of its class, not a function")
+    arguments = _arguments(function)
     # position_ids is an argument that older functions take and do not use.
-    unknown = [name for name in names[names.index("sin") + 1 :] if name not in ("position_ids", "unsqueeze_dim")]
+    unknown = [n for n in arguments.names[arguments.num_tensors :] if n not in ("position_ids", "unsqueeze_dim")]
     if unknown:
         raise Refused(f"the rotary function takes {', '.join(unknown)} too")
-    says_axis = "unsqueeze_dim" in names
+    says_axis = "unsqueeze_dim" in arguments.names
     axes: tuple[int | None, ...] = (None,) if says_axis else (1, 2)
     candidates = [
-        RopeSettings(layout, tables, first_half, axis, keeps, has_k)
-        for (layout, tables, first_half), axis, keeps in itertools.product(_CANDIDATES, axes, (False, True))
+        RopeSettings(*tables, axis, keeps, inverse, tail)
+        for tail, inverse, tables, axis, keeps in itertools.product(
+            (False, True), (False, True), _TABLES, axes, (False, True)
+        )
     ]
+    runs = False
     with _probe.laboratory() as generator:
-        for case in itertools.product((1, 2), (16, 8), (1, 2)):
-            candidates = _surviving(function, candidates, generator, *case)
-        if not any(_runs(function, has_k, says_axis, generator, axis, width) for axis in (1, 2) for width in (16, 8)):
-            raise Refused("the rotary function does not take [B, H, S, D] and [B, S, D]")
-        if not candidates:
-            raise Refused("the rotary function is none of the known rotations")
-        settings = candidates[0]
-    notes = [settings.layout, f"{settings.tables} tables" if settings.tables == "half" else ""]
-    return Found(", ".join(note for note in notes if note), settings)
+        for axis, width, batch in itertools.product((1, 2), (16, 8, 4), (1, 2)):
+            case = _Case(function, arguments, says_axis, axis, _draw(generator, axis, width, batch), generator)
+            runs = runs or case.runs()
+            candidates = case.surviving(candidates)
+    if not runs:
+        raise Refused("the rotary function does not take [B, H, S, D] and [B, S, D]")
+    if not candidates:
+        raise Refused("the rotary function is none of the known rotations")
+    return Found(candidates[0].variant, candidates[0])
 
 
-_CANDIDATES = (("half", "full", False), ("half", "half", False), ("interleaved", "half", True))
 _DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -122,57 +207,65 @@ def _draw(generator: torch.Generator, axis: int, width: int, batch: int) -> list
     return [q, k, *(torch.randn(batch, 6, width, generator=generator) for _ in range(2))]
 
 
-def _native(function: Any, tensors: list[Tensor], has_k: bool, says_axis: bool, axis: int) -> tuple[Any, ...]:
-    q, k, cos, sin = tensors
-    y = function(*((q, k) if has_k else (q,)), cos, sin, **({"unsqueeze_dim": axis} if says_axis else {}))
-    return tuple(y) if has_k else (y,)
+class _Case(NamedTuple):
+    """A rotary function on tensors of one set of shapes."""
 
+    function: Any
+    arguments: _Arguments
+    says_axis: bool
+    axis: int
+    tensors: list[Tensor]
+    generator: torch.Generator
 
-def _runs(function: Any, has_k: bool, says_axis: bool, generator: torch.Generator, axis: int, width: int) -> bool:
-    try:
-        _native(function, _draw(generator, axis, width, 2), has_k, says_axis, axis)
-    except Exception:
-        return False
-    return True
+    def native(self, heads: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
+        axis = {"unsqueeze_dim": self.axis} if self.says_axis else {}
+        y = self.function(*heads, *self.arguments.place(cos, sin), **axis)
+        return tuple(y) if self.arguments.num_heads_tensors == 2 else (y,)
 
-
-def _surviving(
-    function: Any, candidates: list[RopeSettings], generator: torch.Generator, axis: int, width: int, batch: int
-) -> list[RopeSettings]:
-    """Candidates that agree wherever the function runs; sizes that it does not take say nothing."""
-    has_k = bool(candidates) and candidates[0].has_k
-    says_axis = bool(candidates) and candidates[0].heads is None
-    tensors = _draw(generator, axis, width, batch)
-    upstream = [torch.randn(t.shape, generator=generator) for t in tensors[:2]]
-    for x_dtype, table_dtype in _DTYPES:
-        inputs = [t.to(x_dtype if i < 2 else table_dtype) for i, t in enumerate(tensors)]
-        leaves = [t.detach().clone().requires_grad_() for t in inputs[: 1 + has_k]]
+    def runs(self) -> bool:
         try:
-            native = _native(function, [*leaves, *inputs[1 + has_k :]], has_k, says_axis, axis)
-            exact = _native(function, [t.float() for t in inputs], has_k, says_axis, axis)
-            ups = [u.to(y.dtype) for u, y in zip(upstream, native, strict=False)]
-            wanted = torch.autograd.grad(native, leaves, ups)
+            self.native(self.tensors[: self.arguments.num_heads_tensors], *self.tensors[2:])
         except Exception:
-            continue
-        kept = []
-        for settings in candidates:
-            fresh = [t.detach().clone().requires_grad_() for t in leaves]
-            k = fresh[1] if has_k else None
+            return False
+        return True
+
+    def surviving(self, candidates: list[RopeSettings]) -> list[RopeSettings]:
+        """Candidates that agree wherever the function runs; sizes that it does not take say nothing."""
+        count = self.arguments.num_heads_tensors
+        upstream = [torch.randn(t.shape, generator=self.generator) for t in self.tensors[:count]]
+        for x_dtype, table_dtype in _DTYPES:
+            if self.arguments.complex and table_dtype != torch.float32:
+                continue
+            heads = [t.to(x_dtype) for t in self.tensors[:count]]
+            tables = [t.to(table_dtype) for t in self.tensors[2:]]
+            leaves = [t.detach().clone().requires_grad_() for t in heads]
             try:
-                y = settings.call(rope_reference, fresh[0], k, *inputs[2:], settings.heads or axis)
-                results = y if has_k else (y,)
-                got = torch.autograd.grad(results, fresh, ups)
+                native = self.native(leaves, *tables)
+                exact = self.native([t.float() for t in heads], *(t.float() for t in tables))
+                ups = [u.to(y.dtype) for u, y in zip(upstream, native, strict=True)]
+                wanted = torch.autograd.grad(native, leaves, ups)
             except Exception:
                 continue
-            if x_dtype == table_dtype == torch.float32:
-                pairs = zip((*results, *got), (*native, *wanted), strict=True)
-                agrees = all(_probe.same(a, b) for a, b in pairs)
-            else:
-                agrees = all(_probe.no_worse(a, b, c) for a, b, c in zip(results, native, exact, strict=True))
-            if agrees:
-                kept.append(settings)
-        candidates = kept
-    return candidates
+            in_fp32 = x_dtype == table_dtype == torch.float32
+            kept = []
+            for settings in candidates:
+                fresh = [t.detach().clone().requires_grad_() for t in heads]
+                q, k = fresh[0], fresh[1] if count == 2 else None
+                try:
+                    y = settings.call(rope_reference, q, k, *tables, settings.heads or self.axis)
+                    results = (y,) if k is None else y
+                    got = torch.autograd.grad(results, fresh, ups)
+                except Exception:
+                    continue
+                if in_fp32:
+                    pairs = zip((*results, *got), (*native, *wanted), strict=True)
+                    agrees = all(_probe.same(a, b) for a, b in pairs)
+                else:
+                    agrees = all(_probe.no_worse(a, b, c) for a, b, c in zip(results, native, exact, strict=True))
+                if agrees:
+                    kept.append(settings)
+            candidates = kept
+        return candidates
 
 
 # ---- replacing ----
@@ -180,31 +273,40 @@ def _surviving(
 
 def replacement(native: Any, settings: RopeSettings) -> Callable[..., Any]:
     """A function called like `native` that runs the kernel where it fits, and `native` elsewhere."""
-    parameters = _signature(native)
-    names = tuple(parameter.name for parameter in parameters)
-    defaults = tuple(None if parameter.default is parameter.empty else parameter.default for parameter in parameters)
-    num_tensors = names.index("sin") + 1
+    arguments = _arguments(native)
+    names, defaults, num_tensors = arguments.names, arguments.defaults, arguments.num_tensors
+    takes_k = arguments.num_heads_tensors == 2
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *(kwargs.get(n, d) for n, d in zip(names[len(args) :], defaults[len(args) :], strict=False))]
         given = dict(zip(names, values, strict=False))
-        tensors = values[:num_tensors]
         axis = given["unsqueeze_dim"] if settings.heads is None else settings.heads
         fits = (
             all(name in given for name in kwargs)
-            and all(isinstance(t, Tensor) for t in tensors)
-            and tensors[0].dim() == 4
-            and tensors[-1].dim() == 3
-            and axis in (1, 2)
             and given.get("position_ids") is None
-            and _is_plain(*tensors)
+            and _fit(values[:num_tensors], takes_k, axis)
         )
         if not fits:
             return native(*args, **kwargs)
-        q, k = (tensors[0], tensors[1]) if settings.has_k else (tensors[0], None)
-        return settings.call(rope, q, k, tensors[-2], tensors[-1], axis)
+        cos, sin = arguments.tables(values)
+        return settings.call(rope, values[0], values[1] if takes_k else None, cos, sin, axis)
 
     return rotate
+
+
+def _fit(tensors: list[Any], takes_k: bool, axis: Any) -> bool:
+    """Whether the kernel takes these tensors; what else the native function can broadcast is left to it."""
+    if axis not in (1, 2) or not all(isinstance(t, Tensor) for t in tensors) or not is_plain(*tensors):
+        return False
+    q, k, table = tensors[0], tensors[1 if takes_k else 0], tensors[-1]
+    return (
+        q.dim() == k.dim() == 4
+        and table.dim() == 3
+        and q.shape[0] == k.shape[0]
+        and table.shape[0] in (1, q.shape[0])
+        and q.shape[3 - axis] == k.shape[3 - axis] == table.shape[1]
+        and all(t.device == q.device for t in tensors)
+    )
 
 
 @_probe.remembered

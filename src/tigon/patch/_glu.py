@@ -1,0 +1,223 @@
+"""Gated MLPs: two projections, or one to both halves, an activation, a product, and a projection back."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.glu import ACTIVATIONS, glu, glu_reference
+from . import _probe
+from ._form import Found, Match, argument_of, arguments_of, is_plain, own, run, shown
+from ._probe import Refused
+
+
+class GluSettings(NamedTuple):
+    """Names of the projections; `up` is None when `gate` projects to both halves."""
+
+    gate: str
+    up: str | None
+    down: str
+    activation: str
+    gate_first: bool = True
+    # A child between the product and `down`, such as a norm.
+    inner: str | None = None
+    # Whether the product is cast to the dtype of the weight of `down`.
+    casts: bool = False
+
+    @property
+    def variant(self) -> str:
+        packed = "" if self.up else "packed" if self.gate_first else "packed, gate second"
+        notes = (self.activation, packed, "inner module" if self.inner else "")
+        return ", ".join(note for note in notes if note)
+
+
+# ---- matching ----
+
+
+def _projections(module: nn.Module) -> dict[str, tuple[int, int]]:
+    sizes = {name: _probe.sizes_of(child) for name, child in module._modules.items()}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _roles(sizes: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None, str]]:
+    """Every (gate, up, down) that the shapes allow; `up` is None for a packed projection."""
+    if len(sizes) == 3:
+        for gate, up, down in itertools.permutations(sizes):
+            if sizes[gate] == sizes[up] == sizes[down][::-1]:
+                yield gate, up, down
+    elif len(sizes) == 2:
+        for gate, down in itertools.permutations(sizes):
+            if sizes[gate] == (sizes[down][1], 2 * sizes[down][0]):
+                yield gate, None, down
+
+
+def match(module: nn.Module) -> Match:
+    sizes = _projections(module)
+    if not any(True for _ in _roles(sizes)):
+        return "no"
+    others = [child for name, child in module._modules.items() if name not in sizes and child is not None]
+    activations = [c for c in others if not isinstance(c, nn.Dropout) and not any(True for _ in c.parameters())]
+    functions = [v for v in module.__dict__.values() if inspect.isfunction(v) or inspect.isbuiltin(v)]
+    # Attention and mixers have projections of such shapes too, but no activation, or more to their forward.
+    return "sure" if (activations or functions) and len(arguments_of(module)) <= 2 else "maybe"
+
+
+# ---- probing ----
+
+
+def verify(module: nn.Module, generator: torch.Generator) -> Found:
+    argument_of(module)
+    if any(argument.default is not None for argument in arguments_of(module)[1:]):
+        raise Refused(f"its forward takes ({shown(arguments_of(module))}), the form one tensor")
+    sizes = _projections(module)
+    if own(module._parameters) or own(module._buffers):
+        raise Refused("it has parameters or buffers of its own, which the form does not know")
+    inner = _with_parameters(module, sizes)
+    intermediate, hidden = sizes[next(_roles(sizes))[2]]
+    try:
+        return _probe_at(module, generator, inner, hidden, _small(hidden, intermediate))
+    except Refused:
+        # Numbers in the module may depend on its sizes; at full size there is nothing to guess.
+        if hidden * intermediate > 2**22:
+            raise
+        return _probe_at(module, generator, inner, hidden, (hidden, intermediate))
+
+
+def _with_parameters(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> str | None:
+    """The name of the one child, besides the projections, that has parameters or buffers."""
+    found = []
+    for name, child in own(module._modules).items():
+        if name in sizes:
+            continue
+        if any(isinstance(part, nn.Dropout) and part.p > 0 for part in child.modules()):
+            raise Refused(f"its child {name} drops out elements in training")
+        if any(True for _ in child.parameters()) or any(True for _ in child.buffers()):
+            found.append(name)
+    if len(found) > 1:
+        raise Refused(f"its children {', '.join(found)} have parameters or buffers, which the form does not know")
+    return found[0] if found else None
+
+
+def _small(hidden: int, intermediate: int) -> tuple[int, int]:
+    """Sizes for the probe that keep the relations attributes could stand in."""
+    if hidden == intermediate:
+        return 8, 8
+    return 8, {hidden: 4}.get(2 * intermediate, {intermediate: 16}.get(2 * hidden, 12))
+
+
+class _Mlp:
+    """Runs of one MLP with stand-ins for its projections, in small."""
+
+    def __init__(
+        self, module: nn.Module, generator: torch.Generator, inner: str | None, hidden: int, small: tuple[int, int]
+    ) -> None:
+        sizes = _projections(module)
+        intermediate = sizes[next(_roles(sizes))[2]][0]
+        resized = {hidden: small[0], intermediate: small[1], 2 * intermediate: 2 * small[1]}
+        self.module, self.generator, self.width = module, generator, small[0]
+        self.attributes = {k: resized[v] for k, v in module.__dict__.items() if type(v) is int and v in resized}
+        self.lines = {
+            name: _probe.Projection(resized[fan_in], resized[fan_out], generator)
+            for name, (fan_in, fan_out) in sizes.items()
+        }
+        if inner is not None:
+            # Whatever it does, it does it in both: all that matters is what it is called with.
+            self.lines[inner] = _probe.Projection(small[1], small[1], generator)
+
+    def draw(self, scale: float = 1.0) -> Tensor:
+        return torch.randn(2, 32, self.width, generator=self.generator) * scale
+
+    def native(self, x: Tensor, training: bool = False) -> Any:
+        children = {
+            name: self.lines.get(name) or _probe.twin(child, training=training)
+            for name, child in own(self.module._modules).items()
+        }
+        children = {name: children.get(name) for name in self.module._modules}
+        for line in self.lines.values():
+            line.dtype = line.dtype if line.strict else x.dtype
+        copy = _probe.twin(self.module, children=children, attributes=self.attributes, training=training)
+        return run(copy, x)
+
+    def reference(self, x: Tensor, mlp: GluSettings) -> Tensor:
+        up = None if mlp.up is None else self.lines[mlp.up](x)
+        y = glu_reference(self.lines[mlp.gate](x), up, activation=mlp.activation, gate_first=mlp.gate_first)
+        return _onward(mlp, y, self.lines[mlp.inner] if mlp.inner else None, self.lines[mlp.down])
+
+
+def _probe_at(
+    module: nn.Module, generator: torch.Generator, inner: str | None, hidden: int, small: tuple[int, int]
+) -> Found:
+    mlp = _Mlp(module, generator, inner, hidden, small)
+    candidates = [
+        GluSettings(gate, up, down, activation, first, inner)
+        for gate, up, down in _roles(_projections(module))
+        for first in ((True, False) if up is None else (True,))
+        for activation in ACTIVATIONS
+    ]
+    why_inner = f"its child {inner} has parameters or buffers, and is not called on the product alone"
+    # The large scales show clamps, the small one what happens near zero.
+    for scale, training in itertools.product((1.0, 1e-2, 1e2, 1e4), (False, True)):
+        x = mlp.draw(scale)
+        try:
+            y = mlp.native(x, training)
+        except Refused as refused:
+            raise refused if inner is None else Refused(why_inner) from refused
+        if isinstance(y, Tensor) and bool(y.isnan().any()):
+            raise Refused("it reads the weights of its projections, not only what they return")
+        candidates = [settings for settings in candidates if _probe.same(mlp.reference(x, settings), y)]
+        if not candidates:
+            raise Refused(why_inner if inner else "no candidate computes the same")
+    settings = candidates[0]
+
+    x = mlp.draw().to(torch.bfloat16)
+    if not _probe.no_worse(mlp.reference(x, settings), mlp.native(x), mlp.native(x.float())):
+        raise Refused("it computes bf16 inputs in another precision")
+    x = mlp.draw().requires_grad_()
+    leaves = [x, *(line.matrix.requires_grad_() for line in mlp.lines.values())]
+    upstream = mlp.draw()
+    wanted = _probe.gradients(mlp.native(x, True), leaves, upstream)
+    got = _probe.gradients(mlp.reference(x, settings), leaves, upstream)
+    if not _probe.same_gradients(got, wanted):
+        raise Refused("its gradient is not that of the formula it computes")
+    settings = settings._replace(casts=_casts(mlp, settings))
+    return Found(settings.variant, settings)
+
+
+def _casts(mlp: _Mlp, settings: GluSettings) -> bool:
+    """Whether a `down` that is kept in fp32 gets what it needs."""
+    down = mlp.lines[settings.down]
+    down.dtype, down.strict = torch.float32, True
+    try:
+        y = mlp.native(mlp.draw().to(torch.bfloat16))
+    except Refused:
+        return False
+    finally:
+        down.strict = False
+    return isinstance(y, Tensor) and y.dtype == torch.float32
+
+
+# ---- replacing ----
+
+
+def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    mlp = self._tigon.settings
+    if any(value is not None for value in (*args, *kwargs.values())):
+        return type(self).forward(self, x, *args, **kwargs)
+    gate = getattr(self, mlp.gate)(x)
+    up = None if mlp.up is None else getattr(self, mlp.up)(x)
+    op = glu if is_plain(gate, up) else glu_reference
+    y = op(gate, up, activation=mlp.activation, gate_first=mlp.gate_first)
+    return _onward(mlp, y, getattr(self, mlp.inner) if mlp.inner else None, getattr(self, mlp.down))
+
+
+def _onward(mlp: GluSettings, y: Tensor, inner: nn.Module | None, down: nn.Module) -> Tensor:
+    y = y if inner is None else inner(y)
+    weight = getattr(down, "weight", None)
+    if mlp.casts and isinstance(weight, Tensor) and weight.is_floating_point():
+        y = y.to(weight.dtype)
+    return down(y)

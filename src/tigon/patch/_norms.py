@@ -1,0 +1,294 @@
+"""Norms: root mean square and layer norms over the last axis."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.layer_norm import layer_norm, layer_norm_reference
+from ..ops.rms_norm import CASTS, rms_norm, rms_norm_reference
+from . import _probe
+from ._form import Found, Match, arguments_of, floats_of, is_plain, only_argument, own, run
+from ._probe import Refused
+
+
+class NormSettings(NamedTuple):
+    """Attribute names are read at every call, so that a changed eps or a re-assigned weight is honoured."""
+
+    weight: str | None
+    bias: str | None
+    # A number where the forward has one of its own.
+    eps: str | float
+    offset: float = 0.0
+    cast: str = "cast_then_scale"
+    # Some norms have a rule for autocast, which only they know.
+    native_autocast: bool = False
+
+    def eps_of(self, module: nn.Module) -> float:
+        return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+
+
+# ---- matching ----
+
+
+def _vectors(module: nn.Module) -> dict[str, int] | None:
+    """Sizes by name of the parameters and buffers of a module that has nothing but vectors of one size."""
+    if module._modules or _is_another(module):
+        return None
+    shapes = {name: _probe.shape_of(p) for name, p in own({**module._parameters, **module._buffers}).items()}
+    if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
+        return None
+    return {name: shape[0] for name, shape in shapes.items()}
+
+
+def _is_another(module: nn.Module) -> bool:
+    """Whether it is a module of torch's, or made from one, that normalises over other axes or not at all."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return False
+    return isinstance(module, nn.GroupNorm) or _is_torchs(module)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return (type(module).forward.__module__ or "").startswith("torch.")
+
+
+def _names_an_eps(module: nn.Module) -> bool:
+    return any("eps" in name for name in floats_of(module))
+
+
+def match_rms_norm(module: nn.Module) -> Match:
+    vectors = _vectors(module)
+    if vectors is None or len(vectors) > 1 or len(arguments_of(module)) == 0:
+        return "no"
+    if own(module._parameters):
+        return "sure" if floats_of(module) else "maybe"
+    # An activation or a dropout has neither.
+    return "sure" if _names_an_eps(module) else "maybe" if floats_of(module) else "no"
+
+
+def match_layer_norm(module: nn.Module) -> Match:
+    vectors = _vectors(module)
+    if vectors is None or len(vectors) > 2:
+        # Weights of each head; norms of images have three axes.
+        weight = module._parameters.get("weight") if isinstance(module, nn.LayerNorm) else None
+        return "sure" if weight is not None and len(_probe.shape_of(weight)) == 2 else "no"
+    if not vectors:
+        return "maybe" if floats_of(module) or "normalized_shape" in module.__dict__ else "no"
+    # Tables of frequencies are vectors too, but buffers.
+    if not floats_of(module) or not own(module._parameters):
+        return "maybe"
+    # Those made from torch's with a forward of their own are mostly for images.
+    changed = isinstance(module, nn.LayerNorm) and not _is_torchs(module)
+    return "maybe" if changed else "sure"
+
+
+# ---- probing ----
+
+Candidate = Callable[[Tensor, dict[str, Tensor], float], Any]
+
+
+class _Norms:
+    """Runs of one norm module on random rows and random weights."""
+
+    def __init__(self, module: nn.Module, generator: torch.Generator) -> None:
+        only_argument(module)
+        self.module, self.generator = module, generator
+        self.names = list(own({**module._parameters, **module._buffers}))
+        self.width = self._width()
+        if self.width < 2:
+            raise Refused(f"its weight has {self.width} elements here; patch before the model is sharded")
+        self.rows = max(4, 2048 // self.width)
+        x, weights = self.draw()
+        y = self.native(x, weights)
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise Refused(f"it makes {shape} of {tuple(x.shape)}, the form a tensor of the same shape")
+
+    def _width(self) -> int:
+        for name in self.names:
+            shape = _probe.shape_of({**self.module._parameters, **self.module._buffers}[name])
+            if len(shape) != 1:
+                raise Refused(f"its {name} has {len(shape)} axes, the form's one")
+            return shape[0]
+        # A norm without parameters takes any width, or says which.
+        sizes = self.module.__dict__.get("normalized_shape")
+        return sizes[0] if isinstance(sizes, tuple) and len(sizes) == 1 else 64
+
+    def draw(self, x_scale: float = 1.0, w_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+        # Not centred, so that subtracting the mean shows.
+        x = (torch.randn(self.rows, self.width, generator=self.generator) + 0.5) * x_scale
+        return x, {name: torch.randn(self.width, generator=self.generator) * w_scale for name in self.names}
+
+    def twin(self, weights: dict[str, Tensor], **options: Any) -> nn.Module:
+        buffers = {name: weight for name, weight in weights.items() if name in self.module._buffers}
+        parameters = {name: weight for name, weight in weights.items() if name not in buffers}
+        return _probe.twin(self.module, parameters=parameters, buffers=buffers, **options)
+
+    def native(self, x: Tensor, weights: dict[str, Tensor], **attributes: Any) -> Any:
+        return run(self.twin(weights, attributes=attributes), x)
+
+    def epsilons(self) -> Iterator[str | float]:
+        """Attributes that might be the eps, then the number that the module behaves as if it had."""
+        yield from floats_of(self.module)
+        measured = self._measured_eps()
+        if measured is not None:
+            yield measured
+
+    def value_of(self, eps: str | float) -> float:
+        return getattr(self.module, eps) if isinstance(eps, str) else eps
+
+    def _measured_eps(self) -> float | None:
+        """How much smaller the result gets with the input says what is added to the mean square.
+
+        y(t x) / y(x) = r = t sqrt(m + eps) / sqrt(t^2 m + eps), for any weights; m of a norm that centres is another.
+        """
+        x, weights = self.draw()
+        x = x - x.mean(-1, keepdim=True)
+        weights = {name: weight if name == self.names[0] else 0 * weight for name, weight in weights.items()}
+        mean = x.double().square().mean(-1, keepdim=True)
+        full = self.native(x, weights).detach().double()
+        for t in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
+            ratio = (self.native(x * t, weights).detach().double() / full).nanmedian(-1, keepdim=True).values
+            eps = float((t**2 * mean * (1 - ratio**2) / (ratio**2 - t**2)).median())
+            if float(ratio.median()) < 0.9:
+                usual = min((float(f"{eps:.1g}"), torch.finfo(torch.float32).eps), key=lambda e: abs(e - eps))
+                return usual if abs(eps - usual) <= 0.01 * usual else None
+        return None
+
+    def agrees(self, candidate: Candidate, eps: str | float) -> bool:
+        """In fp32, at scales that show a clamp, with an eps that shows which attribute it is, and in a gradient."""
+        value = self.value_of(eps)
+        tiny = value**0.5
+        for x_scale, w_scale in ((1.0, 1.0), (1e-3, 1.0), (tiny, 1.0), (1e4, 1.0), (1.0, 1e4)):
+            x, weights = self.draw(x_scale, w_scale)
+            if not _probe.same(candidate(x, weights, value), self.native(x, weights)):
+                return False
+        x, weights = self.draw()
+        if isinstance(eps, str) and not _probe.same(candidate(x, weights, 0.3), self.native(x, weights, **{eps: 0.3})):
+            return False
+        copy = self.twin(weights, training=True)
+        upstream = torch.randn(x.shape, generator=self.generator)
+        parameters = [name for name in self.names if name in self.module._parameters]
+        wanted = _probe.gradients(
+            run(copy, x.requires_grad_()), [x, *(copy._parameters[name] for name in parameters)], upstream
+        )
+        leaves = {name: w.clone().requires_grad_(name in parameters) for name, w in weights.items()}
+        got = _probe.gradients(candidate(x, leaves, value), [x, *(leaves[name] for name in parameters)], upstream)
+        return _probe.same_gradients(got, wanted)
+
+    def rounds_alike(self, candidate: Candidate, eps: str | float) -> bool:
+        """In bf16, bit for bit, and with the weight in another dtype than the input where the module allows it."""
+        bf16, fp32, value = torch.bfloat16, torch.float32, self.value_of(eps)
+        mixed = ((bf16, fp32, 1.0), (fp32, bf16, 1.0)) if self.names else ()
+        # At the size of the eps it shows if that depends on the dtype.
+        for x_dtype, w_dtype, scale in ((bf16, bf16, 1.0), (bf16, bf16, value**0.5), *mixed):
+            x, weights = self.draw(scale)
+            x, weights = x.to(x_dtype), {name: weight.to(w_dtype) for name, weight in weights.items()}
+            try:
+                native = self.native(x, weights)
+            except Refused:
+                if x_dtype == w_dtype:
+                    raise
+                continue
+            if _probe.flips(candidate(x, weights, value), native) > _probe.BF16_FLIPS:
+                return False
+        return True
+
+    @property
+    def native_autocast(self) -> bool:
+        """Whether the forward leaves it to torch, or asks itself, what autocast changes."""
+        names = " ".join(inspect.unwrap(type(self.module).forward).__code__.co_names)
+        return _is_torchs(self.module) or any(name in names for name in ("autocast", "layer_norm", "rms_norm"))
+
+
+def _pairs(first: Iterator[Any], second: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """`itertools.product`, but of a `first` that is made only as far as it is used."""
+    return ((a, b) for a in first for b in second)
+
+
+def verify_rms_norm(module: nn.Module, generator: torch.Generator) -> Found:
+    norms = _Norms(module, generator)
+
+    def reference(name: str | None, offset: float, cast: str) -> Candidate:
+        def call(x: Tensor, weights: dict[str, Tensor], eps: float) -> Tensor:
+            weight = None if name is None else weights[name]
+            return rms_norm_reference(x, weight, eps=eps, offset=offset, cast=cast)  # type: ignore[arg-type]
+
+        return call
+
+    weighted = [(name, offset) for name in norms.names for offset in (0.0, 1.0)]
+    for eps, (name, offset) in _pairs(norms.epsilons(), [*weighted, (None, 0.0)]):
+        if not norms.agrees(reference(name, offset, "none"), eps):
+            continue
+        for cast in CASTS:
+            if norms.rounds_alike(reference(name, offset, cast), eps):
+                settings = NormSettings(name, None, eps, offset, cast, norms.native_autocast)
+                return Found(f"{cast}, offset 1" if offset else cast if name else "no weight", settings)
+        raise Refused("it rounds to 16 bits in a place that no candidate does")
+    raise Refused("no candidate computes the same")
+
+
+def verify_layer_norm(module: nn.Module, generator: torch.Generator) -> Found:
+    norms = _Norms(module, generator)
+
+    def reference(weight: str | None, bias: str | None, offset: float, cast: str) -> Candidate:
+        def call(x: Tensor, weights: dict[str, Tensor], eps: float) -> Tensor:
+            return _layer_norm(layer_norm_reference, x, weights.get(weight), weights.get(bias), eps, offset, cast)
+
+        return call
+
+    named = [
+        (names[0], names[1] if len(names) > 1 else None, offset)
+        for names in itertools.permutations(norms.names)
+        if names
+        for offset in (0.0, 1.0)
+    ]
+    for eps, (weight, bias, offset) in _pairs(norms.epsilons(), named or [(None, None, 0.0)]):
+        if not norms.agrees(reference(weight, bias, offset, "none"), eps):
+            continue
+        for cast in ("scale_then_cast", "none"):
+            if norms.rounds_alike(reference(weight, bias, offset, cast), eps):
+                settings = NormSettings(weight, bias, eps, offset, cast, norms.native_autocast)
+                variant = "weight, bias" if bias else "weight" if weight else "no weight"
+                return Found(f"{variant}, offset 1" if offset else variant, settings)
+        raise Refused("it rounds to 16 bits in a place that no candidate does")
+    raise Refused("no candidate computes the same")
+
+
+# ---- replacing ----
+
+
+def rms_norm_forward(self: nn.Module, x: Tensor) -> Any:
+    norm = self._tigon.settings
+    weight = None if norm.weight is None else getattr(self, norm.weight)
+    if not is_plain(x, weight) or (norm.native_autocast and torch.is_autocast_enabled(x.device.type)):
+        return type(self).forward(self, x)
+    return rms_norm(x, weight, eps=norm.eps_of(self), offset=norm.offset, cast=norm.cast)
+
+
+def layer_norm_forward(self: nn.Module, x: Tensor) -> Any:
+    norm = self._tigon.settings
+    weight = None if norm.weight is None else getattr(self, norm.weight)
+    bias = None if norm.bias is None else getattr(self, norm.bias)
+    if not is_plain(x, weight) or (norm.native_autocast and torch.is_autocast_enabled(x.device.type)):
+        return type(self).forward(self, x)
+    return _layer_norm(layer_norm, x, weight, bias, norm.eps_of(self), norm.offset, norm.cast)
+
+
+def _layer_norm(
+    op: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    cast: str,
+) -> Tensor:
+    # Added in the dtype of the weight, where those that have it add it.
+    y = op(x, weight + offset if offset and weight is not None else weight, bias, eps=eps)
+    return y.to(x.dtype) if cast == "scale_then_cast" else y

@@ -9,7 +9,8 @@ Gradient, with g = dy * (offset + weight) and n = s * rstd:
     ds = rstd * (g - n * mean(g * n)) + (gradient of the returned s)
     dweight = sum over rows of dy * n
 
-M rows (all leading axes), N columns. Saved for backward: s, weight, rstd (4 bytes a row).
+M rows (all leading axes), N columns, the means over all N or over each group of `group_size` of them.
+Saved for backward: s, weight, rstd (4 bytes a row and group).
 Source: Zhang & Sennrich 2019, arXiv:1910.07467.
 """
 
@@ -26,8 +27,8 @@ from ._launch import as_rows, cdiv, launch, next_power_of_2, pipeline_stages
 from ._op import define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 
-Cast = Literal["cast_then_scale", "scale_then_cast", "none"]
-CASTS = ("cast_then_scale", "scale_then_cast", "none")
+Cast = Literal["cast_then_scale", "scale_then_cast", "cast_rstd", "cast_to_weight", "none"]
+CASTS = ("cast_then_scale", "scale_then_cast", "cast_rstd", "cast_to_weight", "none")
 
 
 class NormResidual(NamedTuple):
@@ -48,22 +49,34 @@ def rms_norm_reference(
     offset: float = 0.0,
     cast: Cast = "cast_then_scale",
     residual: Tensor | None = None,
+    group_size: int | None = None,
 ) -> Tensor | NormResidual:
     s = x if residual is None else x + residual
     wide = torch.float64 if s.dtype == torch.float64 else torch.float32
-    n = s.to(wide)
-    n = n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + eps)
-    if cast == "cast_then_scale":
+    groups = s.to(wide).reshape(*s.shape[:-1], *_grouped(s, group_size))
+    rstd = torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)
+    if cast == "cast_rstd":
+        rstd = rstd.to(s.dtype).to(wide)
+    n = (groups * rstd).reshape(s.shape)
+    if cast in ("cast_then_scale", "cast_rstd"):
         n = n.to(s.dtype)
+    if cast == "cast_to_weight":
+        n = n.to(weight.dtype)
     y = n if weight is None else n.to(wide) * (offset + weight.to(wide))
     y = y.to(_out_dtype(s, weight, cast))
     return y if residual is None else NormResidual(y, s)
 
 
+def _grouped(x: Tensor, group_size: int | None) -> tuple[int, int]:
+    """Number of groups of a row, and columns of each."""
+    num_cols = x.shape[-1]
+    return (1, num_cols) if group_size is None else (num_cols // group_size, group_size)
+
+
 def _out_dtype(s: Tensor, weight: Tensor | None, cast: str) -> torch.dtype:
     if weight is None or cast == "scale_then_cast":
         return s.dtype
-    return torch.promote_types(s.dtype, weight.dtype)
+    return weight.dtype if cast == "cast_to_weight" else torch.promote_types(s.dtype, weight.dtype)
 
 
 # ---- kernels ----
@@ -80,11 +93,21 @@ def _load_sum(x_ptr, residual_ptr, offsets, residual_offsets, mask, HAS_RESIDUAL
 
 
 @triton.jit
-def _scale(n, w_ptr, cols, col_mask, offset, s_dtype, CAST_FIRST: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    if CAST_FIRST:
-        n = n.to(s_dtype).to(tl.float32)
+def _rounded(n, s_dtype, w_ptr, CAST: tl.constexpr):
+    if CAST == "cast_to_weight":
+        n = n.to(w_ptr.dtype.element_ty)
+    elif CAST == "cast_then_scale" or CAST == "cast_rstd":
+        n = n.to(s_dtype)
+    return n.to(tl.float32)
+
+
+@triton.jit
+def _normalised(s, rstd, w_ptr, cols, col_mask, shift, offset, s_dtype, CAST: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    if CAST == "cast_rstd":
+        rstd = rstd.to(s_dtype).to(tl.float32)
+    n = _rounded(s * rstd[:, None], s_dtype, w_ptr, CAST)
     if HAS_WEIGHT:
-        w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + shift + cols, mask=col_mask, other=0.0).to(tl.float32)
         n *= (w + offset)[None, :]
     return n
 
@@ -101,25 +124,28 @@ def _rms_norm_fwd_kernel(
     residual_stride,
     num_rows,
     num_cols,
+    num_groups,
     eps,
     offset,
-    CAST_FIRST: tl.constexpr,
+    CAST: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program per BLOCK_M rows; a row wider than BLOCK_N is read twice, the second time from cache."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """One program per BLOCK_M rows of a group; one wider than BLOCK_N is read twice, the second time from cache."""
+    group = tl.program_id(0) % num_groups
+    shift = group * num_cols
+    rows = (tl.program_id(0) // num_groups).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
     if HAS_RESIDUAL:
         s_dtype = s_ptr.dtype.element_ty
     else:
         s_dtype = x_ptr.dtype.element_ty
-    x_rows = rows[:, None] * x_stride
-    residual_rows = rows[:, None] * residual_stride
-    out_rows = rows[:, None] * num_cols
+    x_rows = rows[:, None] * x_stride + shift
+    residual_rows = rows[:, None] * residual_stride + shift
+    out_rows = rows[:, None] * (num_groups * num_cols) + shift
     cols = tl.arange(0, BLOCK_N)
 
     if ONE_BLOCK:
@@ -134,10 +160,10 @@ def _rms_norm_fwd_kernel(
             s_dtype,
         )
         rstd = tl.rsqrt(tl.sum(s * s, axis=1) / num_cols + eps)
-        tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+        tl.store(rstd_ptr + rows * num_groups + group, rstd, mask=row_mask)
         if HAS_RESIDUAL:
             tl.store(s_ptr + out_rows + cols[None, :], s, mask=mask)
-        y = _scale(s * rstd[:, None], w_ptr, cols, cols < num_cols, offset, s_dtype, CAST_FIRST, HAS_WEIGHT)
+        y = _normalised(s, rstd, w_ptr, cols, cols < num_cols, shift, offset, s_dtype, CAST, HAS_WEIGHT)
         tl.store(y_ptr + out_rows + cols[None, :], y, mask=mask)
     else:
         squares = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -157,7 +183,7 @@ def _rms_norm_fwd_kernel(
             if HAS_RESIDUAL:
                 tl.store(s_ptr + out_rows + c[None, :], s, mask=mask)
         rstd = tl.rsqrt(tl.sum(squares, axis=1) / num_cols + eps)
-        tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+        tl.store(rstd_ptr + rows * num_groups + group, rstd, mask=row_mask)
         for start in range(0, num_cols, BLOCK_N):
             c = start + cols
             mask = row_mask[:, None] & (c < num_cols)[None, :]
@@ -170,7 +196,7 @@ def _rms_norm_fwd_kernel(
                 HAS_RESIDUAL,
                 s_dtype,
             )
-            y = _scale(s * rstd[:, None], w_ptr, c, c < num_cols, offset, s_dtype, CAST_FIRST, HAS_WEIGHT)
+            y = _normalised(s, rstd, w_ptr, c, c < num_cols, shift, offset, s_dtype, CAST, HAS_WEIGHT)
             tl.store(y_ptr + out_rows + c[None, :], y, mask=mask)
 
 
@@ -188,8 +214,9 @@ def _rms_norm_bwd_kernel(
     ds_out_stride,
     num_rows,
     num_cols,
+    num_groups,
     offset,
-    CAST_FIRST: tl.constexpr,
+    CAST: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_DS_OUT: tl.constexpr,
     NEEDS_DS: tl.constexpr,
@@ -198,50 +225,50 @@ def _rms_norm_bwd_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Persistent: program p takes row tiles p, p + P, ... and leaves one fp32 partial row of dweight."""
+    """Persistent: program p of a group takes row tiles p, p + P, ... and leaves its part of an fp32 row of dweight."""
+    group = tl.program_id(0) % num_groups
+    program = tl.program_id(0) // num_groups
+    shift = group * num_cols
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < num_cols
     if HAS_WEIGHT:
-        w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+        w = tl.load(w_ptr + shift + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
     if NEEDS_DW:
         dw = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     num_tiles = tl.cdiv(num_rows, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(program, num_tiles, tl.num_programs(0) // num_groups, num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         row_mask = rows < num_rows
         mask = row_mask[:, None] & col_mask[None, :]
         # Both are dead after this read, so they should not push weights and partials out of the cache.
         s = tl.load(
-            s_ptr + rows[:, None] * s_stride + cols[None, :],
+            s_ptr + rows[:, None] * s_stride + (shift + cols)[None, :],
             mask=mask,
             other=0.0,
             eviction_policy="evict_first",
         ).to(tl.float32)
         dy = tl.load(
-            dy_ptr + rows[:, None] * dy_stride + cols[None, :],
+            dy_ptr + rows[:, None] * dy_stride + (shift + cols)[None, :],
             mask=mask,
             other=0.0,
             eviction_policy="evict_first",
         ).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        rstd = tl.load(rstd_ptr + rows * num_groups + group, mask=row_mask, other=0.0)
         n = s * rstd[:, None]
         if NEEDS_DW:
-            if CAST_FIRST:
-                dw += dy * n.to(s_ptr.dtype.element_ty).to(tl.float32)
-            else:
-                dw += dy * n
+            dw += dy * _rounded(n, s_ptr.dtype.element_ty, w_ptr, CAST)
         if NEEDS_DS:
             g = dy
             if HAS_WEIGHT:
                 g = dy * w[None, :]
             ds = rstd[:, None] * (g - n * (tl.sum(g * n, axis=1) / num_cols)[:, None])
             if HAS_DS_OUT:
-                ds += tl.load(ds_out_ptr + rows[:, None] * ds_out_stride + cols[None, :], mask=mask, other=0.0).to(
-                    tl.float32
-                )
-            tl.store(ds_ptr + rows[:, None] * num_cols + cols[None, :], ds, mask=mask)
+                ds_out = ds_out_ptr + rows[:, None] * ds_out_stride + (shift + cols)[None, :]
+                ds += tl.load(ds_out, mask=mask, other=0.0).to(tl.float32)
+            out = ds_ptr + rows[:, None] * (num_groups * num_cols) + (shift + cols)[None, :]
+            tl.store(out, ds, mask=mask)
     if NEEDS_DW:
-        out = partial_ptr + tl.program_id(0) * num_cols + cols
+        out = partial_ptr + program * (num_groups * num_cols) + shift + cols
         tl.store(out, tl.sum(dw, axis=0), mask=col_mask)
 
 
@@ -257,16 +284,23 @@ def _rms_norm_bwd_wide_ds_kernel(
     dy_stride,
     ds_out_stride,
     num_cols,
+    num_groups,
     offset,
     HAS_WEIGHT: tl.constexpr,
     HAS_DS_OUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program per row, for rows too wide for registers: two passes over the columns."""
-    row = tl.program_id(0).to(tl.int64)
-    s_ptr += row * s_stride
-    dy_ptr += row * dy_stride
-    rstd = tl.load(rstd_ptr + row)
+    """One program per row of a group, for those too wide for registers: two passes over the columns."""
+    rstd = tl.load(rstd_ptr + tl.program_id(0))
+    row = (tl.program_id(0) // num_groups).to(tl.int64)
+    shift = tl.program_id(0) % num_groups * num_cols
+    s_ptr += row * s_stride + shift
+    dy_ptr += row * dy_stride + shift
+    ds_ptr += row * (num_groups * num_cols) + shift
+    if HAS_WEIGHT:
+        w_ptr += shift
+    if HAS_DS_OUT:
+        ds_out_ptr += row * ds_out_stride + shift
     dot = tl.zeros([BLOCK_N], dtype=tl.float32)
     for start in range(0, num_cols, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -285,13 +319,14 @@ def _rms_norm_bwd_wide_ds_kernel(
         n = tl.load(s_ptr + cols, mask=mask, other=0.0).to(tl.float32) * rstd
         ds = rstd * (g - n * mean)
         if HAS_DS_OUT:
-            ds += tl.load(ds_out_ptr + row * ds_out_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(ds_ptr + row * num_cols + cols, ds, mask=mask)
+            ds += tl.load(ds_out_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(ds_ptr + cols, ds, mask=mask)
 
 
 @triton.jit
 def _rms_norm_bwd_wide_dw_kernel(
     s_ptr,
+    w_ptr,
     rstd_ptr,
     dy_ptr,
     partial_ptr,
@@ -299,25 +334,28 @@ def _rms_norm_bwd_wide_dw_kernel(
     dy_stride,
     num_rows,
     num_cols,
-    CAST_FIRST: tl.constexpr,
+    num_groups,
+    CAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (p, c) sums column block c over row tiles p, p + P, ... into partial row p."""
+    """Program (p, c) sums column block c, counted over all groups, over row tiles p, p + P, ... into partial row p."""
+    group = tl.program_id(1) % num_groups
     rows = tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = (tl.program_id(1) // num_groups) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < num_cols
+    cols += group * num_cols
     dw = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * BLOCK_M + rows
         row_mask = row < num_rows
         mask = row_mask[:, None] & col_mask[None, :]
         s = tl.load(s_ptr + row[:, None] * s_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        n = s * tl.load(rstd_ptr + row, mask=row_mask, other=0.0)[:, None]
-        if CAST_FIRST:
-            n = n.to(s_ptr.dtype.element_ty).to(tl.float32)
+        n = s * tl.load(rstd_ptr + row * num_groups + group, mask=row_mask, other=0.0)[:, None]
+        n = _rounded(n, s_ptr.dtype.element_ty, w_ptr, CAST)
         dw += n * tl.load(dy_ptr + row[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(partial_ptr + tl.program_id(0) * num_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
+    out = partial_ptr + tl.program_id(0) * (num_groups * num_cols) + cols
+    tl.store(out, tl.sum(dw, axis=0), mask=col_mask)
 
 
 # ---- operators ----
@@ -344,30 +382,43 @@ def _bwd_blocks(num_cols: int) -> tuple[int, int, int, int]:
 
 
 def _fake_fwd(
-    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast: str
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    offset: float,
+    cast: str,
+    group_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     s_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     s = x.new_empty(x.shape if residual is not None else (0,), dtype=s_dtype)
     y = x.new_empty(x.shape, dtype=_out_dtype(s, weight, cast))
-    return y, s, x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return y, s, x.new_empty((*x.shape[:-1], _grouped(x, group_size)[0]), dtype=torch.float32)
 
 
 @define(
-    "rms_norm_fwd(Tensor x, Tensor? weight, Tensor? residual, float eps, float offset, str cast)"
-    " -> (Tensor, Tensor, Tensor)",
+    "rms_norm_fwd(Tensor x, Tensor? weight, Tensor? residual, float eps, float offset, str cast,"
+    " int? group_size) -> (Tensor, Tensor, Tensor)",
     fake=_fake_fwd,
 )
 def _fwd(
-    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float, cast: str
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    offset: float,
+    cast: str,
+    group_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, s, rstd = _fake_fwd(x, weight, residual, eps, offset, cast)
+    y, s, rstd = _fake_fwd(x, weight, residual, eps, offset, cast, group_size)
     x_rows = as_rows(x)
     residual_rows = None if residual is None else as_rows(residual)
-    num_rows, num_cols = x_rows.shape
+    num_rows = x_rows.shape[0]
+    num_groups, num_cols = _grouped(x, group_size)
     block_m, block_n, num_warps = _fwd_blocks(num_cols)
     launch(
         _rms_norm_fwd_kernel,
-        (cdiv(num_rows, block_m),),
+        (cdiv(num_rows, block_m) * num_groups,),
         x_rows,
         residual_rows,
         weight,
@@ -378,9 +429,10 @@ def _fwd(
         0 if residual_rows is None else residual_rows.stride(0),
         num_rows,
         num_cols,
+        num_groups,
         eps,
         offset,
-        CAST_FIRST=cast == "cast_then_scale",
+        CAST=cast,
         HAS_WEIGHT=weight is not None,
         HAS_RESIDUAL=residual is not None,
         ONE_BLOCK=num_cols <= block_n,
@@ -399,6 +451,7 @@ def _fake_bwd(
     ds_out: Tensor | None,
     offset: float,
     cast: str,
+    group_size: int | None,
     needs_ds: bool,
     needs_dw: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -408,7 +461,7 @@ def _fake_bwd(
 
 @define(
     "rms_norm_bwd(Tensor dy, Tensor s, Tensor? weight, Tensor rstd, Tensor? ds_out, float offset, str cast,"
-    " bool needs_ds, bool needs_dw) -> (Tensor, Tensor)",
+    " int? group_size, bool needs_ds, bool needs_dw) -> (Tensor, Tensor)",
     fake=_fake_bwd,
 )
 def _bwd(
@@ -419,25 +472,26 @@ def _bwd(
     ds_out: Tensor | None,
     offset: float,
     cast: str,
+    group_size: int | None,
     needs_ds: bool,
     needs_dw: bool,
 ) -> tuple[Tensor, Tensor]:
-    ds, dw = _fake_bwd(dy, s, weight, rstd, ds_out, offset, cast, needs_ds, needs_dw)
+    ds, dw = _fake_bwd(dy, s, weight, rstd, ds_out, offset, cast, group_size, needs_ds, needs_dw)
     s_rows, dy_rows = as_rows(s), as_rows(dy)
     ds_out_rows = None if ds_out is None else as_rows(ds_out)
     ds_out_stride = 0 if ds_out_rows is None else ds_out_rows.stride(0)
-    num_rows, num_cols = s_rows.shape
+    num_rows = s_rows.shape[0]
+    num_groups, num_cols = _grouped(s, group_size)
     wide = next_power_of_2(num_cols) > _MAX_BWD_BLOCK
     block_m, block_n, num_warps, per_sm = (4, 512, 4, 1) if wide else _bwd_blocks(num_cols)
-    num_programs = min(cdiv(num_rows, block_m), num_sms(s.device) * per_sm)
-    partial = s.new_empty((num_programs, num_cols) if needs_dw else (0,), dtype=torch.float32)
-    cast_first = cast == "cast_then_scale"
+    num_programs = min(cdiv(num_rows, block_m), cdiv(num_sms(s.device) * per_sm, num_groups))
+    partial = s.new_empty((num_programs, num_groups * num_cols) if needs_dw else (0,), dtype=torch.float32)
     staged = (s_rows, dy_rows) if ds_out_rows is None else (s_rows, dy_rows, ds_out_rows)
     bytes_a_tile = block_m * block_n * sum(t.element_size() for t in staged)
     if not wide:
         launch(
             _rms_norm_bwd_kernel,
-            (num_programs,),
+            (num_programs * num_groups,),
             s_rows,
             weight,
             rstd,
@@ -450,8 +504,9 @@ def _bwd(
             ds_out_stride,
             num_rows,
             num_cols,
+            num_groups,
             offset,
-            CAST_FIRST=cast_first,
+            CAST=cast,
             HAS_WEIGHT=weight is not None,
             HAS_DS_OUT=ds_out is not None,
             NEEDS_DS=needs_ds,
@@ -465,7 +520,7 @@ def _bwd(
         if needs_ds:
             launch(
                 _rms_norm_bwd_wide_ds_kernel,
-                (num_rows,),
+                (num_rows * num_groups,),
                 s_rows,
                 weight,
                 rstd,
@@ -476,6 +531,7 @@ def _bwd(
                 dy_rows.stride(0),
                 ds_out_stride,
                 num_cols,
+                num_groups,
                 offset,
                 HAS_WEIGHT=weight is not None,
                 HAS_DS_OUT=ds_out is not None,
@@ -485,8 +541,9 @@ def _bwd(
         if needs_dw:
             launch(
                 _rms_norm_bwd_wide_dw_kernel,
-                (num_programs, cdiv(num_cols, block_n)),
+                (num_programs, cdiv(num_cols, block_n) * num_groups),
                 s_rows,
+                weight,
                 rstd,
                 dy_rows,
                 partial,
@@ -494,7 +551,8 @@ def _bwd(
                 dy_rows.stride(0),
                 num_rows,
                 num_cols,
-                CAST_FIRST=cast_first,
+                num_groups,
+                CAST=cast,
                 BLOCK_M=block_m,
                 BLOCK_N=block_n,
                 num_warps=num_warps,
@@ -517,13 +575,14 @@ class _RMSNorm(torch.autograd.Function):
         eps: float,
         offset: float,
         cast: str,
+        group_size: int | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y, s, rstd = _fwd(x, weight, residual, eps, offset, cast)
+        y, s, rstd = _fwd(x, weight, residual, eps, offset, cast, group_size)
         ctx.set_materialize_grads(False)
         if residual is not None and not (ctx.needs_input_grad[0] or ctx.needs_input_grad[2]):
             ctx.mark_non_differentiable(s)
         ctx.save_for_backward(x if residual is None else s, weight, rstd)
-        ctx.offset, ctx.cast = offset, cast
+        ctx.options = offset, cast, group_size
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         return y if residual is None else (y, s)
 
@@ -534,11 +593,11 @@ class _RMSNorm(torch.autograd.Function):
         needs_dx, needs_dw, needs_dresidual = ctx.needs_input_grad[:3]
         if dy is None:
             dy = torch.zeros_like(s)
-        ds, dw = _bwd(dy, s, weight, rstd, ds_out, ctx.offset, ctx.cast, needs_dx or needs_dresidual, needs_dw)
+        ds, dw = _bwd(dy, s, weight, rstd, ds_out, *ctx.options, needs_dx or needs_dresidual, needs_dw)
         x_dtype, residual_dtype = ctx.dtypes
         dx = ds.to(x_dtype) if needs_dx else None
         dresidual = ds.to(residual_dtype) if needs_dresidual else None
-        return dx, dw if needs_dw else None, dresidual, None, None, None
+        return dx, dw if needs_dw else None, dresidual, None, None, None, None
 
 
 # ---- public ----
@@ -562,6 +621,7 @@ def rms_norm(
     offset: float = 0.0,
     cast: Cast = "cast_then_scale",
     residual: Tensor | None = None,
+    group_size: int | None = None,
 ) -> Tensor | NormResidual:
     """RMS normalisation over the last axis, optionally of `x + residual`.
 
@@ -574,17 +634,19 @@ def rms_norm(
         offset: added to the weight in fp32; 1 for models that store the weight minus one; 0 without a weight.
         cast: where the fp32 result is rounded to the dtype of `s`: "cast_then_scale" before the weight, so that
             an fp32 weight gives an fp32 result; "scale_then_cast" after it, the result has the dtype of `s`;
-            "none" rounds once, to the promoted dtype of `s` and `weight`.
+            "cast_rstd" is "cast_then_scale" with `rsqrt(...)` rounded too; "cast_to_weight" rounds to the dtype of
+            the weight, before it and after; "none" rounds once, to the promoted dtype of `s` and `weight`.
         residual: `[..., N]`, the shape of `x`; added to it before the norm, the sum is returned too.
+        group_size: the mean is taken over each group of this many neighbouring columns; None for all N.
 
     Returns:
         `y`, `[..., N]`; with `residual` the named tuple `(y, residual)` where `residual` is the sum.
 
     Raises:
-        ValueError: shapes, dtypes or devices disagree, or `cast` is unknown.
+        ValueError: shapes, dtypes or devices disagree, `cast` is unknown, or `group_size` does not divide N.
 
     Numerics: statistics, scale and gradients in fp32; `dweight` is summed in fp32 in a fixed order.
-    Memory:   saves the normalised input (or the sum), `weight` and 4 bytes a row.
+    Memory:   saves the normalised input (or the sum), `weight` and 4 bytes a row and group.
     Differs from the reference: never in formula; order of summation over N.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
     """
@@ -593,12 +655,18 @@ def rms_norm(
     require(x.dim() >= 1, name, "x", "at least one axis", "a scalar")
     require_one_of(name, "cast", cast, CASTS)
     require(weight is not None or offset == 0, name, "offset", "0 without a weight", offset)
+    require(weight is not None or cast != "cast_to_weight", name, "weight", "a tensor for this cast", None)
+    if group_size is not None:
+        divides = group_size > 0 and x.shape[-1] % group_size == 0
+        require(divides, name, "group_size", f"a divisor of {x.shape[-1]}", group_size)
     if weight is not None:
         require(weight.shape == x.shape[-1:], name, "weight", f"shape {tuple(x.shape[-1:])}", tuple(weight.shape))
     if residual is not None:
         require(residual.shape == x.shape, name, "residual", f"shape {tuple(x.shape)}", tuple(residual.shape))
     require_same_device(name, x=x, weight=weight, residual=residual)
     if runs_reference(name, x, weight, residual=residual):
-        return rms_norm_reference(x, weight, eps=eps, offset=offset, cast=cast, residual=residual)
-    out = _RMSNorm.apply(x, weight, residual, eps, offset, cast)
+        return rms_norm_reference(
+            x, weight, eps=eps, offset=offset, cast=cast, residual=residual, group_size=group_size
+        )
+    out = _RMSNorm.apply(x, weight, residual, eps, offset, cast, group_size)
     return out if residual is None else NormResidual(*out)

@@ -5,12 +5,13 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.tigon-installed
 
-.PHONY: help setup demo test test-gpu check fix clean
+.PHONY: help setup demo test test-gpu zoo check fix clean
 
 help:
 	@echo "make demo      train a small model twice, native and patched, and draw the comparison"
 	@echo "make test      the tests that need no GPU"
 	@echo "make test-gpu  all tests on the GPU"
+	@echo "make zoo       patch every language model of transformers, compare, write docs/architectures.md"
 	@echo "make check     lint, format, types, spelling"
 	@echo "make fix       what lint and format can repair by themselves"
 	@echo "make setup     only the environment ($(VENV))"
@@ -30,6 +31,9 @@ test: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest --device cuda $(ARGS)
+
+zoo: $(STAMP)
+	$(BIN)/python -m tests.zoo --workers $(WORKERS) --table docs/architectures.md $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

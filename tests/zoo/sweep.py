@@ -16,7 +16,7 @@ _fork = multiprocessing.get_context("fork")
 
 
 def _child(name: str, sender: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     sender.send(examine(name))
 
 

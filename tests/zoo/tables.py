@@ -349,3 +349,9 @@ LEFT_OUT = {
     "Gemma4UnifiedAssistantForCausalLM": "draft model for speculative decoding; takes no labels",
     "PI0ForConditionalGeneration": "robot actions with a flow-matching loss",
 }
+
+# Relative tolerance of gradients where fp32 itself is no better, measured against a run in fp64.
+ROUNDING = {
+    # One cancelling sum scales each of its lambda vectors; the native gradient is off by 4.5e-4.
+    "DiffLlamaForCausalLM": 1e-3,
+}

@@ -1,0 +1,76 @@
+"""Faults planted in a patched model must be seen: the comparison of the zoo is tested before it is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tigon.patch import _forms, _head, _rope
+
+from .compare import examine
+
+Fault = Callable[..., Any]
+
+
+def _without(*names: str) -> Callable[[Fault], Fault]:
+    """The operator with options of the caller ignored."""
+
+    def plant(operator: Fault) -> Fault:
+        return lambda *args, **kwargs: operator(*args, **{k: v for k, v in kwargs.items() if k not in names})
+
+    return plant
+
+
+def _changed(**options: Any) -> Callable[[Fault], Fault]:
+    return lambda operator: lambda *args, **kwargs: operator(*args, **{**kwargs, **options})
+
+
+def _swapped(operator: Fault) -> Fault:
+    return lambda first, second, *args, **kwargs: operator(second, first, *args, **kwargs)
+
+
+def _detached(operator: Fault) -> Fault:
+    """Right forward, one gradient lost."""
+    return lambda x, weight, *args, **kwargs: operator(x, weight.detach(), *args, **kwargs)
+
+
+def _labels_off_by_one(operator: Fault) -> Fault:
+    return lambda x, weight, labels, **kwargs: operator(x, weight, labels.roll(1, -1), **kwargs)
+
+
+def _turned_back(operator: Fault) -> Fault:
+    return lambda q, k, cos, sin, **kwargs: operator(q, k, cos, -sin, **kwargs)
+
+
+FAULTS: dict[str, tuple[str, Any, str, Callable[[Fault], Fault]]] = {
+    "softcap": ("Gemma2ForCausalLM", _head, "linear_cross_entropy", _without("softcap")),
+    "scale": ("GraniteForCausalLM", _head, "linear_cross_entropy", _without("logit_scale")),
+    "scale of a norm with bias": ("CohereForCausalLM", _head, "linear_cross_entropy", _without("logit_scale")),
+    "bias of the head": ("PhiForCausalLM", _head, "linear_cross_entropy", _without("bias")),
+    "number of items": ("LlamaForCausalLM", _head, "linear_cross_entropy", _without("num_items")),
+    "labels": ("LlamaForCausalLM", _head, "linear_cross_entropy", _labels_off_by_one),
+    "gradient of the head": ("LlamaForCausalLM", _head, "linear_cross_entropy", _detached),
+    "offset": ("GemmaForCausalLM", _forms, "rms_norm", _without("offset")),
+    "eps": ("Qwen3ForCausalLM", _forms, "rms_norm", _changed(eps=1e-3)),
+    "gradient of a norm": ("LlamaForCausalLM", _forms, "rms_norm", _detached),
+    "activation": ("Gemma3ForCausalLM", _forms, "glu", _changed(activation="gelu")),
+    "gate and up": ("LlamaForCausalLM", _forms, "glu", _swapped),
+    "direction": ("LlamaForCausalLM", _rope, "rope", _turned_back),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, module, operator, plant = FAULTS[fault]
+    monkeypatch.setattr(module, operator, plant(getattr(module, operator)))
+    wrong = examine(name)["wrong"]
+    assert wrong
+    # Other numbers or a gradient that is missing, not a call that the operator refuses.
+    assert not [text for text in wrong if "Error: " in text]
+
+
+def test_without_a_fault_nothing_is_seen() -> None:
+    for name in sorted({name for name, *_ in FAULTS.values()}):
+        assert examine(name)["wrong"] == [], name

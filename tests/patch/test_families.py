@@ -211,7 +211,7 @@ OTHERS: dict[str, dict[str, str]] = {
     "Mixtral": {},
     "Starcoder2": {},
     "Nemotron": {},
-    "FalconH1": {"glu": "no candidate computes the same"},
+    "FalconH1": {},
 }
 OTHER_OPTIONS: dict[str, dict[str, Any]] = {
     "FalconH1": {"mlp_multipliers": [0.7, 1.3], "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},

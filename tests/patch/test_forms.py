@@ -144,6 +144,41 @@ class RoundedStatistics(Norm):
         return self.scale * (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.tiny).to(x.dtype))
 
 
+class RoundedSquares(Norm):
+    """Its statistics are of 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.tiny))
+
+
+class ToTheWeight(Norm):
+    """What is normalised takes the dtype of a weight in 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.tiny)
+        return self.scale * (x.to(self.scale.dtype) if self.scale.dtype == torch.bfloat16 else x)
+
+
+class Grouped(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.columns = 3, 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.float().unflatten(-1, (-1, self.columns))
+        n = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.tiny)
+        return ((1 + self.scale.float()) * n.flatten(-2)).to(x.dtype)
+
+
+class GroupsInTurns(Grouped):
+    """A group is every third column."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.float().unflatten(-1, (self.columns, -1))
+        n = groups * torch.rsqrt(groups.pow(2).mean(-2, keepdim=True) + self.tiny)
+        return ((1 + self.scale.float()) * n.flatten(-2)).to(x.dtype)
+
+
 class TwoFloats(Norm):
     """The eps is not the first float attribute, and both have the same value."""
 
@@ -192,6 +227,84 @@ class ClampedGate(Mlp):
 class ClampedActivation(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.a(x) * self.act(self.b(x)).clamp(max=1000))
+
+
+class Limited(Mlp):
+    """Clamped as many mixtures of experts are; the limit is an integer, as configurations have it."""
+
+    def __init__(self, limit: float = 7) -> None:
+        super().__init__()
+        self.some_limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.b(x).clamp(max=self.some_limit)
+        return self.c(self.a(x).clamp(-self.some_limit, self.some_limit) * self.act(gate))
+
+
+class LimitedActivation(Limited):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.act(self.b(x)).clamp(max=self.some_limit)
+        return self.c(self.a(x).clamp(-self.some_limit, self.some_limit) * gate)
+
+
+class LimitedBothWays(Limited):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.b(x).clamp(-self.some_limit, self.some_limit)
+        return self.c(self.a(x).clamp(-self.some_limit, self.some_limit) * self.act(gate))
+
+
+class LimitedUp(Limited):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x).clamp(-self.some_limit, self.some_limit) * self.act(self.b(x)))
+
+
+class LimitedAfterTheOffset(Limited):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.b(x).clamp(max=self.some_limit)
+        return self.c((self.a(x) + 1).clamp(-self.some_limit, self.some_limit) * self.act(gate))
+
+
+class TwoMultipliers(Mlp):
+    """Both are 1 unless a configuration says otherwise."""
+
+    def __init__(self, first: float = 1.0, second: float = 1.0) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x) * self.act(self.b(x) * self.first)) * self.second
+
+
+class ThreeMultipliers(TwoMultipliers):
+    """The third multiplies `up`, which the operator does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = 1.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.third * self.a(x) * self.act(self.b(x) * self.first)) * self.second
+
+
+class Packed(nn.Module):
+    """One projection to gate and up, and an activation that is written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.out = nn.Linear(12, 40), nn.Linear(20, 12)
+        self.alpha, self.limit = 1.702, 7.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.out((up + 1) * gate * torch.sigmoid(gate * self.alpha))
+
+
+class InTurns(Packed):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.both(x)
+        gate, up = y[..., ::2].clamp(max=self.limit), y[..., 1::2].clamp(-self.limit, self.limit)
+        return self.out((up + 1) * gate * torch.sigmoid(gate * self.alpha))
 
 
 class SparseGate(Mlp):
@@ -327,6 +440,10 @@ ACCEPTED = [
     (GateSecond(), "glu", "gelu, packed, gate second"),
     (FunctionActivation(), "glu", "relu"),
     (HardCodedEps(), "rms_norm", "cast_then_scale"),
+    (RoundedStatistics(), "rms_norm", "cast_rstd"),
+    (RoundedWithoutWeight(), "rms_norm", "no weight, cast_rstd"),
+    (ToTheWeight(), "rms_norm", "cast_to_weight"),
+    (Grouped(), "rms_norm", "scale_then_cast, offset 1, groups"),
     (nn.RMSNorm(24), "rms_norm", None),
     (UnusedBuffer(), "rms_norm", "no weight"),
     (FrozenScale(), "rms_norm", "cast_then_scale"),
@@ -336,6 +453,14 @@ ACCEPTED = [
     (InnerNorm(), "glu", "silu, inner module"),
     (CastsToTheWeight(), "glu", "silu"),
     (OptionalIndex(), "glu", "silu"),
+    (Limited(), "glu", "silu, clamped"),
+    (Limited(0.5), "glu", "silu, clamped"),
+    (LimitedActivation(0.5), "glu", "silu, clamped activation"),
+    (LimitedActivation(float("inf")), "glu", "silu, clamped activation"),
+    (TwoMultipliers(), "glu", "silu, scaled gate, scaled"),
+    (TwoMultipliers(0.7, 1.3), "glu", "silu, scaled gate, scaled"),
+    (Packed(), "glu", "silu, packed, clamped, alpha, up + 1"),
+    (InTurns(), "glu", "silu, packed, interleaved, clamped, alpha, up + 1"),
 ]
 
 
@@ -369,12 +494,16 @@ REFUSED = [
     (EpsAsFloor(), "no candidate computes the same"),
     (EpsOfTheDtype(), "rounds to 16 bits"),
     (OnlyTheInverse(), "it makes (32, 1) of (32, 64)"),
-    (RoundedWithoutWeight(), "rounds to 16 bits"),
+    (RoundedSquares(), "rounds to 16 bits"),
+    (GroupsInTurns(), "no candidate computes the same"),
     (ByHead(), "its weight has 2 axes"),
     (DetachedNorm(), "no candidate computes the same"),
-    (RoundedStatistics(), "rounds to 16 bits"),
     (GatedNorm(), "takes (x: "),
     (Multiplier(), "no candidate computes the same"),
+    (LimitedBothWays(), "no candidate computes the same"),
+    (LimitedUp(), "no candidate computes the same"),
+    (LimitedAfterTheOffset(), "no candidate computes the same"),
+    (ThreeMultipliers(), "no candidate computes the same"),
     (ClampedGate(), "no candidate computes the same"),
     (ClampedActivation(), "no candidate computes the same"),
     (SparseGate(), "no candidate computes the same"),
@@ -467,6 +596,26 @@ def test_eps_is_found_by_its_effect_and_read_at_every_call(cls: type[Norm]) -> N
     torch.testing.assert_close(norm(x), Norm.forward(norm, x))
 
 
+@pytest.mark.parametrize(
+    ("module", "numbers"),
+    [
+        (TwoMultipliers(), {"first": 0.7, "second": 1.3}),
+        (LimitedActivation(float("inf")), {"some_limit": 0.2}),
+        (Packed(), {"alpha": 1.1, "limit": 0.3}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_limits_and_factors_are_found_by_their_effect_and_read_at_every_call(
+    module: nn.Module, numbers: dict[str, float]
+) -> None:
+    assert only_row(module).verdict == "replaced"
+    for name, number in numbers.items():
+        setattr(module, name, number)
+        x = torch.randn(3, 12)
+        torch.testing.assert_close(module(x), type(module).forward(module, x), rtol=1e-5, atol=1e-5)
+    tigon.unpatch(module)
+
+
 def test_the_probe_leaves_weights_hooks_and_random_numbers_alone() -> None:
     norm, calls = Norm(), []
     norm.register_forward_hook(lambda *_: calls.append("forward"))
@@ -521,16 +670,20 @@ def test_a_large_mlp_is_probed_at_small_sizes() -> None:
 
 
 def test_verdicts_do_not_leak_between_configurations() -> None:
-    class Scaled(Mlp):
+    class Mixed(Mlp):
         def __init__(self, factor: float) -> None:
             super().__init__()
             self.factor = factor
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.factor
+            y = super().forward(x)
+            return y + (self.factor - 1) * y.mean(-1, keepdim=True)
 
-    report = tigon.patch(nn.Sequential(Scaled(1.0), Scaled(2.0), Scaled(1.0)))
+    report = tigon.patch(model := nn.Sequential(Mixed(1.0), Mixed(2.0), Mixed(1.0)))
     assert [(row.verdict, row.modules) for row in report] == [("replaced", ("0", "2")), ("kept", ("1",))]
+    # At another value it is none of the forms, so there the native forward runs.
+    model[0].factor, x = 2.0, torch.randn(3, 12)
+    torch.testing.assert_close(model[0](x), Mixed.forward(model[0], x), rtol=0, atol=0)
 
 
 def test_a_layer_norm_under_autocast_keeps_torchs_rule() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.glu import ACTIVATIONS, glu, glu_reference
+from ..ops.glu import glu, glu_reference
 from . import _probe
 from ._form import Found, Match, argument_of, arguments_of, is_plain, own, run, shown
+from ._gate import Gate, choose, gates, numbers_of
 from ._probe import Refused
 
 
@@ -22,17 +24,19 @@ class GluSettings(NamedTuple):
     gate: str
     up: str | None
     down: str
-    activation: str
-    gate_first: bool = True
+    how: Gate
+    # The attribute that the result is multiplied by.
+    scale: str | None = None
     # A child between the product and `down`, such as a norm.
     inner: str | None = None
     # Whether the product is cast to the dtype of the weight of `down`.
     casts: bool = False
+    # Attributes with the values at which it was probed, if at others it computes something else.
+    only_at: tuple[tuple[str, float], ...] = ()
 
     @property
     def variant(self) -> str:
-        packed = "" if self.up else "packed" if self.gate_first else "packed, gate second"
-        notes = (self.activation, packed, "inner module" if self.inner else "")
+        notes = [*self.how.notes(self.up is None), "scaled" if self.scale else "", "inner module" if self.inner else ""]
         return ", ".join(note for note in notes if note)
 
 
@@ -132,7 +136,7 @@ class _Mlp:
     def draw(self, scale: float = 1.0) -> Tensor:
         return torch.randn(2, 32, self.width, generator=self.generator) * scale
 
-    def native(self, x: Tensor, training: bool = False) -> Any:
+    def native(self, x: Tensor, training: bool = False, **numbers: float) -> Any:
         children = {
             name: self.lines.get(name) or _probe.twin(child, training=training)
             for name, child in own(self.module._modules).items()
@@ -140,51 +144,43 @@ class _Mlp:
         children = {name: children.get(name) for name in self.module._modules}
         for line in self.lines.values():
             line.dtype = line.dtype if line.strict else x.dtype
-        copy = _probe.twin(self.module, children=children, attributes=self.attributes, training=training)
-        return run(copy, x)
+        attributes = {**self.attributes, **numbers}
+        y = run(_probe.twin(self.module, children=children, attributes=attributes, training=training), x)
+        if isinstance(y, Tensor) and bool(y.isnan().any()):
+            raise Refused("it reads the weights of its projections, not only what they return")
+        return y
 
-    def reference(self, x: Tensor, mlp: GluSettings) -> Tensor:
+    def reference(self, x: Tensor, mlp: GluSettings, **numbers: float) -> Tensor:
+        values = types.SimpleNamespace(**{**self.module.__dict__, **numbers})
         up = None if mlp.up is None else self.lines[mlp.up](x)
-        y = glu_reference(self.lines[mlp.gate](x), up, activation=mlp.activation, gate_first=mlp.gate_first)
-        return _onward(mlp, y, self.lines[mlp.inner] if mlp.inner else None, self.lines[mlp.down])
+        y = mlp.how.call(glu_reference, values, self.lines[mlp.gate](x), up)
+        return _onward(mlp, values, y, self.lines[mlp.inner] if mlp.inner else None, self.lines[mlp.down])
+
+    def leaves(self) -> list[Tensor]:
+        return [line.matrix for line in self.lines.values()]
 
 
 def _probe_at(
     module: nn.Module, generator: torch.Generator, inner: str | None, hidden: int, small: tuple[int, int]
 ) -> Found:
     mlp = _Mlp(module, generator, inner, hidden, small)
+    roles = list(_roles(_projections(module)))
     candidates = [
-        GluSettings(gate, up, down, activation, first, inner)
-        for gate, up, down in _roles(_projections(module))
-        for first in ((True, False) if up is None else (True,))
-        for activation in ACTIVATIONS
+        GluSettings(gate, up, down, how, scale, inner)
+        for how in gates(module, packed=roles[0][1] is None)
+        for gate, up, down in roles
+        for scale in (None, *numbers_of(module))
+        if scale is None or scale not in how
     ]
-    why_inner = f"its child {inner} has parameters or buffers, and is not called on the product alone"
-    # The large scales show clamps, the small one what happens near zero.
-    for scale, training in itertools.product((1.0, 1e-2, 1e2, 1e4), (False, True)):
-        x = mlp.draw(scale)
-        try:
-            y = mlp.native(x, training)
-        except Refused as refused:
-            raise refused if inner is None else Refused(why_inner) from refused
-        if isinstance(y, Tensor) and bool(y.isnan().any()):
-            raise Refused("it reads the weights of its projections, not only what they return")
-        candidates = [settings for settings in candidates if _probe.same(mlp.reference(x, settings), y)]
-        if not candidates:
-            raise Refused(why_inner if inner else "no candidate computes the same")
-    settings = candidates[0]
-
-    x = mlp.draw().to(torch.bfloat16)
-    if not _probe.no_worse(mlp.reference(x, settings), mlp.native(x), mlp.native(x.float())):
-        raise Refused("it computes bf16 inputs in another precision")
-    x = mlp.draw().requires_grad_()
-    leaves = [x, *(line.matrix.requires_grad_() for line in mlp.lines.values())]
-    upstream = mlp.draw()
-    wanted = _probe.gradients(mlp.native(x, True), leaves, upstream)
-    got = _probe.gradients(mlp.reference(x, settings), leaves, upstream)
-    if not _probe.same_gradients(got, wanted):
-        raise Refused("its gradient is not that of the formula it computes")
-    settings = settings._replace(casts=_casts(mlp, settings))
+    candidates.sort(key=lambda settings: settings.variant.count(","))
+    try:
+        settings, only_at = choose(mlp, candidates)
+    except Refused as refused:
+        if inner is None:
+            raise
+        reason = f"its child {inner} has parameters or buffers, and is not called on the product alone"
+        raise Refused(reason) from refused
+    settings = settings._replace(only_at=only_at, casts=_casts(mlp, settings))
     return Found(settings.variant, settings)
 
 
@@ -206,18 +202,19 @@ def _casts(mlp: _Mlp, settings: GluSettings) -> bool:
 
 def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     mlp = self._tigon.settings
-    if any(value is not None for value in (*args, *kwargs.values())):
+    others = any(value is not None for value in (*args, *kwargs.values()))
+    if others or any(getattr(self, name) != value for name, value in mlp.only_at):
         return type(self).forward(self, x, *args, **kwargs)
     gate = getattr(self, mlp.gate)(x)
     up = None if mlp.up is None else getattr(self, mlp.up)(x)
-    op = glu if is_plain(gate, up) else glu_reference
-    y = op(gate, up, activation=mlp.activation, gate_first=mlp.gate_first)
-    return _onward(mlp, y, getattr(self, mlp.inner) if mlp.inner else None, getattr(self, mlp.down))
+    y = mlp.how.call(glu if is_plain(gate, up) else glu_reference, self, gate, up)
+    return _onward(mlp, self, y, getattr(self, mlp.inner) if mlp.inner else None, getattr(self, mlp.down))
 
 
-def _onward(mlp: GluSettings, y: Tensor, inner: nn.Module | None, down: nn.Module) -> Tensor:
+def _onward(mlp: GluSettings, values: Any, y: Tensor, inner: nn.Module | None, down: nn.Module) -> Tensor:
     y = y if inner is None else inner(y)
     weight = getattr(down, "weight", None)
     if mlp.casts and isinstance(weight, Tensor) and weight.is_floating_point():
         y = y.to(weight.dtype)
-    return down(y)
+    y = down(y)
+    return y if mlp.scale is None else y * getattr(values, mlp.scale)

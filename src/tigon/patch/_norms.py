@@ -26,8 +26,18 @@ class NormSettings(NamedTuple):
     eps: str | float
     offset: float = 0.0
     cast: str = "cast_then_scale"
+    # The attribute that says how many columns a mean is taken over.
+    group_size: str | None = None
     # Some norms have a rule for autocast, which only they know.
     native_autocast: bool = False
+
+    @property
+    def variant(self) -> str:
+        if self.weight is None:
+            notes = ["no weight", "" if self.cast == "cast_then_scale" else self.cast]
+        else:
+            notes = [self.cast, "offset 1" if self.offset else ""]
+        return ", ".join(note for note in (*notes, "groups" if self.group_size else "") if note)
 
     def eps_of(self, module: nn.Module) -> float:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -139,6 +149,11 @@ class _Norms:
         if measured is not None:
             yield measured
 
+    def sizes(self) -> list[str]:
+        """Attributes that might be the size of a group."""
+        integers = {name: value for name, value in self.module.__dict__.items() if type(value) is int}
+        return [name for name, value in integers.items() if 1 < value < self.width and self.width % value == 0]
+
     def value_of(self, eps: str | float) -> float:
         return getattr(self.module, eps) if isinstance(eps, str) else eps
 
@@ -214,21 +229,24 @@ def _pairs(first: Iterator[Any], second: list[Any]) -> Iterator[tuple[Any, Any]]
 def verify_rms_norm(module: nn.Module, generator: torch.Generator) -> Found:
     norms = _Norms(module, generator)
 
-    def reference(name: str | None, offset: float, cast: str) -> Candidate:
+    def reference(norm: NormSettings) -> Candidate:
         def call(x: Tensor, weights: dict[str, Tensor], eps: float) -> Tensor:
-            weight = None if name is None else weights[name]
-            return rms_norm_reference(x, weight, eps=eps, offset=offset, cast=cast)  # type: ignore[arg-type]
+            weight = None if norm.weight is None else weights[norm.weight]
+            size = None if norm.group_size is None else getattr(module, norm.group_size)
+            return rms_norm_reference(x, weight, eps=eps, offset=norm.offset, cast=norm.cast, group_size=size)
 
         return call
 
     weighted = [(name, offset) for name in norms.names for offset in (0.0, 1.0)]
-    for eps, (name, offset) in _pairs(norms.epsilons(), [*weighted, (None, 0.0)]):
-        if not norms.agrees(reference(name, offset, "none"), eps):
+    shapes = list(itertools.product([*weighted, (None, 0.0)], (None, *norms.sizes())))
+    for eps, ((name, offset), size) in _pairs(norms.epsilons(), shapes):
+        norm = NormSettings(name, None, eps, offset, "none", size, norms.native_autocast)
+        if not norms.agrees(reference(norm), eps):
             continue
         for cast in CASTS:
-            if norms.rounds_alike(reference(name, offset, cast), eps):
-                settings = NormSettings(name, None, eps, offset, cast, norms.native_autocast)
-                return Found(f"{cast}, offset 1" if offset else cast if name else "no weight", settings)
+            norm = norm._replace(cast=cast)
+            if (name or cast != "cast_to_weight") and norms.rounds_alike(reference(norm), eps):
+                return Found(norm.variant, norm)
         raise Refused("it rounds to 16 bits in a place that no candidate does")
     raise Refused("no candidate computes the same")
 
@@ -253,7 +271,7 @@ def verify_layer_norm(module: nn.Module, generator: torch.Generator) -> Found:
             continue
         for cast in ("scale_then_cast", "none"):
             if norms.rounds_alike(reference(weight, bias, offset, cast), eps):
-                settings = NormSettings(weight, bias, eps, offset, cast, norms.native_autocast)
+                settings = NormSettings(weight, bias, eps, offset, cast, None, norms.native_autocast)
                 variant = "weight, bias" if bias else "weight" if weight else "no weight"
                 return Found(f"{variant}, offset 1" if offset else variant, settings)
         raise Refused("it rounds to 16 bits in a place that no candidate does")
@@ -268,7 +286,8 @@ def rms_norm_forward(self: nn.Module, x: Tensor) -> Any:
     weight = None if norm.weight is None else getattr(self, norm.weight)
     if not is_plain(x, weight) or (norm.native_autocast and torch.is_autocast_enabled(x.device.type)):
         return type(self).forward(self, x)
-    return rms_norm(x, weight, eps=norm.eps_of(self), offset=norm.offset, cast=norm.cast)
+    size = None if norm.group_size is None else getattr(self, norm.group_size)
+    return rms_norm(x, weight, eps=norm.eps_of(self), offset=norm.offset, cast=norm.cast, group_size=size)
 
 
 def layer_norm_forward(self: nn.Module, x: Tensor) -> Any:

@@ -6,7 +6,7 @@ found by running it (see _probe.py); a module that no candidate reproduces is le
 
 from __future__ import annotations
 
-from . import _glu, _norms
+from . import _experts, _glu, _norms
 from ._form import Form, Found, argument_of
 from ._form import is_plain as _is_plain
 
@@ -16,6 +16,7 @@ FORMS = (
     Form("rms_norm", _norms.match_rms_norm, _norms.verify_rms_norm, _norms.rms_norm_forward),
     Form("layer_norm", _norms.match_layer_norm, _norms.verify_layer_norm, _norms.layer_norm_forward),
     Form("glu", _glu.match, _glu.verify, _glu.forward),
+    Form("experts", _experts.match, _experts.verify, _experts.forward),
 )
 FORM_NAMES = (*(form.name for form in FORMS), "rope", "linear_cross_entropy")
 

@@ -233,7 +233,9 @@ def _described(value: Any, memo: dict[int, str]) -> Any:
     if hasattr(value, "to_dict"):
         if id(value) not in memo:
             try:
-                memo[id(value)] = json.dumps(value.to_dict(), sort_keys=True, default=repr)
+                # Which implementations were chosen is no part of the dictionary.
+                private = {k: v for k, v in vars(value).items() if k.startswith("_") and isinstance(v, _SCALARS)}
+                memo[id(value)] = json.dumps([value.to_dict(), private], sort_keys=True, default=repr)
             except Exception:
                 return None
         return memo[id(value)]

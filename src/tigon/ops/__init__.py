@@ -6,6 +6,7 @@ from .glu import geglu, geglu_reference, glu, glu_reference, swiglu, swiglu_refe
 from .layer_norm import layer_norm, layer_norm_reference
 from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
+from .rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
 from .rope import rope, rope_reference
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "rms_norm",
+    "rms_norm_gated",
+    "rms_norm_gated_reference",
     "rms_norm_reference",
     "rope",
     "rope_reference",

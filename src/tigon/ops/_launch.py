@@ -27,6 +27,12 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
+def column_groups(x: Tensor, group_size: int | None) -> tuple[int, int]:
+    """Number of groups in a row of `x`, and columns of each; None for one group."""
+    num_cols = x.shape[-1]
+    return (1, num_cols) if group_size is None else (num_cols // group_size, group_size)
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._device import num_sms
-from ._launch import as_rows, cdiv, launch, next_power_of_2, pipeline_stages
+from ._launch import as_rows, cdiv, column_groups, launch, next_power_of_2, pipeline_stages
 from ._op import define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 
@@ -53,7 +53,7 @@ def rms_norm_reference(
 ) -> Tensor | NormResidual:
     s = x if residual is None else x + residual
     wide = torch.float64 if s.dtype == torch.float64 else torch.float32
-    groups = s.to(wide).reshape(*s.shape[:-1], *_grouped(s, group_size))
+    groups = s.to(wide).reshape(*s.shape[:-1], *column_groups(s, group_size))
     rstd = torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "cast_rstd":
         rstd = rstd.to(s.dtype).to(wide)
@@ -65,12 +65,6 @@ def rms_norm_reference(
     y = n if weight is None else n.to(wide) * (offset + weight.to(wide))
     y = y.to(_out_dtype(s, weight, cast))
     return y if residual is None else NormResidual(y, s)
-
-
-def _grouped(x: Tensor, group_size: int | None) -> tuple[int, int]:
-    """Number of groups of a row, and columns of each."""
-    num_cols = x.shape[-1]
-    return (1, num_cols) if group_size is None else (num_cols // group_size, group_size)
 
 
 def _out_dtype(s: Tensor, weight: Tensor | None, cast: str) -> torch.dtype:
@@ -393,7 +387,7 @@ def _fake_fwd(
     s_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     s = x.new_empty(x.shape if residual is not None else (0,), dtype=s_dtype)
     y = x.new_empty(x.shape, dtype=_out_dtype(s, weight, cast))
-    return y, s, x.new_empty((*x.shape[:-1], _grouped(x, group_size)[0]), dtype=torch.float32)
+    return y, s, x.new_empty((*x.shape[:-1], column_groups(x, group_size)[0]), dtype=torch.float32)
 
 
 @define(
@@ -414,7 +408,7 @@ def _fwd(
     x_rows = as_rows(x)
     residual_rows = None if residual is None else as_rows(residual)
     num_rows = x_rows.shape[0]
-    num_groups, num_cols = _grouped(x, group_size)
+    num_groups, num_cols = column_groups(x, group_size)
     block_m, block_n, num_warps = _fwd_blocks(num_cols)
     launch(
         _rms_norm_fwd_kernel,
@@ -481,7 +475,7 @@ def _bwd(
     ds_out_rows = None if ds_out is None else as_rows(ds_out)
     ds_out_stride = 0 if ds_out_rows is None else ds_out_rows.stride(0)
     num_rows = s_rows.shape[0]
-    num_groups, num_cols = _grouped(s, group_size)
+    num_groups, num_cols = column_groups(s, group_size)
     wide = next_power_of_2(num_cols) > _MAX_BWD_BLOCK
     block_m, block_n, num_warps, per_sm = (4, 512, 4, 1) if wide else _bwd_blocks(num_cols)
     num_programs = min(cdiv(num_rows, block_m), cdiv(num_sms(s.device) * per_sm, num_groups))

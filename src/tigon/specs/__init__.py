@@ -7,7 +7,17 @@ from ._spec import Case, Cost, Make, Mutation, OpSpec
 __all__ = ["Case", "Cost", "Make", "Mutation", "OpSpec", "all_specs"]
 
 # One module each, in the order in which they are shown.
-NAMES = ("rms_norm", "layer_norm", "glu", "swiglu", "geglu", "rope", "cross_entropy", "linear_cross_entropy")
+NAMES = (
+    "rms_norm",
+    "rms_norm_gated",
+    "layer_norm",
+    "glu",
+    "swiglu",
+    "geglu",
+    "rope",
+    "cross_entropy",
+    "linear_cross_entropy",
+)
 
 
 def all_specs() -> dict[str, OpSpec]:

@@ -162,7 +162,8 @@ def _check(args: argparse.Namespace) -> int:
 
     import torch
 
-    from .ops._device import MIN_BF16_CAPABILITY
+    from .ops import backend
+    from .ops._device import MIN_BF16_CAPABILITY, why_no_kernels
     from .ops._triton import HAS_TRITON, INTERPRETED
 
     device = args.device
@@ -192,6 +193,10 @@ def _check(args: argparse.Namespace) -> int:
         dtypes = ["float32", "bfloat16"]
     else:
         dtypes = ["float32", "float16"] if device == "cuda" else ["float32"]
+    if args.json and not args.json.parent.is_dir():
+        return _fail("check", f"--json: no folder {args.json.parent}")
+    # Kernels wherever they can run, whatever the environment says: a check of the references would pass for one.
+    forced = "torch" if why_no_kernels(torch.device(device), torch.float32) else "triton"
     if device == "cpu" and INTERPRETED and "bfloat16" in dtypes:
         return _fail("check", "--dtype bfloat16: Triton's interpreter truncates bfloat16, use float32 on a CPU")
 
@@ -202,12 +207,13 @@ def _check(args: argparse.Namespace) -> int:
     done = 0
     for name, dtype in plan:
         started, case = time.monotonic(), None
-        for result in check_op(specs[name], device=device, dtype=getattr(torch, dtype)):
-            results.append(result)
-            if result.case != case:
-                case = result.case
-                done += 1
-                progress.update(done, f"{name} {dtype}")
+        with backend(forced):
+            for result in check_op(specs[name], device=device, dtype=getattr(torch, dtype)):
+                results.append(result)
+                if result.case != case:
+                    case = result.case
+                    done += 1
+                    progress.update(done, f"{name} {dtype}")
         seconds[name, dtype] = time.monotonic() - started
 
     print(f"{'operator':<24}{'dtype':<10}{'cases':>6}{'checks':>8}{'failed':>8}{'budget used':>13}{'seconds':>9}")
@@ -230,7 +236,7 @@ def _check(args: argparse.Namespace) -> int:
         for row in record["results"]:
             row["used"] = row["used"] if row["passed"] else None
         args.json.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{len(results) - len(failures)} passed, {len(failures)} failed on {device}")
+    print(f"{len(results) - len(failures)} passed, {len(failures)} failed on {device}, backend {forced}")
     return 1 if failures or not results else 0
 
 
@@ -319,7 +325,7 @@ def _patch_report(args: argparse.Namespace) -> int:
 
     try:
         model = _empty_model(args.model)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return _fail("patch-report", str(error).strip().splitlines()[0])
     with warnings.catch_warnings():
         # Nothing replaced is said by the exit status.
@@ -338,13 +344,16 @@ def _empty_model(source: str) -> Any:
     import torch
     import transformers
 
+    if source.endswith(".json") and not Path(source).is_file():
+        raise ValueError(f"no file {source}")
     try:
         if source in transformers.CONFIG_MAPPING and not Path(source).exists():
             config = transformers.AutoConfig.for_model(source)
         else:
             config = transformers.AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:
+        # Whatever a configuration class makes of wrong values.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"no configuration can be read from {source!r}: {reason}") from error
     autos = (
         transformers.AutoModelForCausalLM,
@@ -358,8 +367,12 @@ def _empty_model(source: str) -> Any:
     builders += [lambda auto=auto: auto.from_config(config) for auto in autos if type(config) in auto._model_mapping]
     if not builders:
         raise ValueError(f"no model class for the configuration {type(config).__name__}")
-    with torch.device("meta"):
-        return builders[0]()
+    try:
+        with torch.device("meta"):
+            return builders[0]()
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"no model can be built from {source!r}: {type(error).__name__}: {reason}") from error
 
 
 # ---- bench ----
@@ -420,6 +433,10 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         return 130
+    except (ValueError, OSError) as error:
+        if os.environ.get("TIGON_DEBUG", "0") not in ("", "0"):
+            raise
+        return _fail(args.command, str(error))
 
 
 if __name__ == "__main__":

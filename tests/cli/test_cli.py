@@ -75,10 +75,20 @@ def test_check_status_and_report(
     words = ["check", "--op", "rms_norm", "--device", "cpu", "--dtype", "float32", "--json", str(file)]
     assert cli.main(words) == status
     out = capsys.readouterr().out
-    assert out.endswith(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed on cpu\n")
+    assert out.endswith(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed on cpu, backend triton\n")
     assert ("FAILED rms_norm float32 case case1, budget: wrong" in out) == (False in passed)
     results = json.loads(file.read_text())["results"]
     assert [r["used"] for r in results] == [0.5 if ok else None for ok in passed]
+
+
+def test_check_runs_kernels_whatever_the_backend_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        "tigon.testing.check_op", lambda spec, **_: iter(seen.append(tigon.current_backend()) or _results(True))
+    )
+    with tigon.backend("torch"):
+        assert cli.main(["check", "--op", "rms_norm", "--device", "cpu"]) == 0
+    assert seen == ["triton"]
 
 
 def test_check_refuses_what_it_cannot_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -500,13 +501,13 @@ LOGITS, LABELS = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
         (LOGITS, [0, 1], {}, "labels: expected a tensor, got list"),
         (LOGITS, LABELS.to("meta"), {}, "labels: expected device cpu, got meta"),
         (LOGITS, LABELS, {"reduction": "avg"}, "reduction: expected one of 'mean', 'sum', 'none', got 'avg'"),
-        (LOGITS, LABELS, {"label_smoothing": 1.5}, r"label_smoothing: expected a number in \[0, 1\], got 1.5"),
-        (LOGITS, LABELS, {"softcap": 0.0}, "softcap: expected a number above 0 or None, got 0.0"),
+        (LOGITS, LABELS, {"label_smoothing": 1.5}, r"label_smoothing: expected a finite number in \[0, 1\], got 1.5"),
+        (LOGITS, LABELS, {"softcap": 0.0}, "softcap: expected a finite number above 0, got 0.0"),
         (LOGITS, LABELS, {"class_weight": torch.ones(4)}, r"class_weight: expected shape \(3,\), got \(4,\)"),
         (LOGITS, LABELS, {"class_weight": torch.ones(3).requires_grad_()}, "class_weight: expected no requires_grad"),
         (LOGITS, LABELS, {"reduction": "sum", "num_items": 3}, "num_items: expected None unless reduction is 'mean'"),
         (LOGITS, LABELS, {"num_items": torch.ones(2)}, r"num_items: expected one element, got shape \(2,\)"),
-        (LOGITS, LABELS, {"num_items": "3"}, "num_items: expected an int or a tensor, got str"),
+        (LOGITS, LABELS, {"num_items": "3"}, "num_items: expected a finite number in"),
     ],
 )
 def test_arguments_are_checked(backend: str, logits: Any, labels: Any, options: dict[str, Any], message: str) -> None:
@@ -531,3 +532,35 @@ def test_registered_operators_are_sound() -> None:
     torch.library.opcheck(forward, (logits, labels, None, *options))
     _, _, stats = forward(logits, labels, None, *options)
     torch.library.opcheck(backward, (logits, labels, None, stats, torch.ones(4), torch.ones(4), *options))
+
+
+@pytest.mark.parametrize("form", [12, 12.0, np.int64(12), torch.tensor(12), torch.tensor([12.0])], ids=str)
+def test_num_items_takes_any_number(form: object) -> None:
+    logits, labels = torch.zeros(4, 8), torch.tensor([1, 2, -100, 3])
+    loss = tigon.cross_entropy(logits, labels, num_items=form)
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(3 * math.log(8) / 12, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_items": -1}, "num_items: expected a finite number in"),
+        ({"num_items": True}, "num_items: expected a finite number in"),
+        ({"num_items": float("nan")}, "num_items: expected a finite number in"),
+        ({"softcap": float("inf")}, "softcap: expected a finite number above 0"),
+        ({"softcap": "3"}, "softcap: expected a finite number above 0"),
+        ({"z_loss": None}, "z_loss: expected a finite number"),
+        ({"z_loss": float("nan")}, "z_loss: expected a finite number"),
+        ({"label_smoothing": "a"}, "label_smoothing: expected a finite number in"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tigon.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]), **options)
+
+
+def test_reference_takes_any_integer_dtype() -> None:
+    logits = torch.randn(3, 5)
+    expected = cross_entropy_reference(logits, torch.tensor([0, 4, 2]))
+    assert torch.equal(cross_entropy_reference(logits, torch.tensor([0, 4, 2], dtype=torch.uint8)), expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,17 @@ def require(holds: bool, op: str, argument: str, expected: Any, got: Any) -> Non
 
 def require_one_of(op: str, argument: str, value: Any, choices: Sequence[Any]) -> None:
     require(value in choices, op, argument, f"one of {', '.join(map(repr, choices))}", repr(value))
+
+
+def require_number(
+    op: str, argument: str, value: Any, *, low: float = -math.inf, high: float = math.inf, above: bool = False
+) -> None:
+    """Raise unless `value` is a finite number in [low, high], or above `low`."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    expected = f"a finite number above {low:g}" if above else f"a finite number in [{low:g}, {high:g}]"
+    require(is_number, op, argument, expected, repr(value))
+    holds = math.isfinite(value) and low <= value <= high and not (above and value == low)
+    require(holds, op, argument, expected, value)
 
 
 def require_floating(op: str, **tensors: Tensor | None) -> None:

@@ -53,7 +53,9 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype) -> list[str]:
     if not HAS_TRITON:
         return ["Triton is not installed"]
     if device.type == "cpu":
-        return [] if INTERPRETED else ["a CPU runs kernels only with TRITON_INTERPRET=1"]
+        if not INTERPRETED:
+            return ["a CPU runs kernels only with TRITON_INTERPRET=1"]
+        return ["Triton's interpreter truncates bfloat16"] if dtype is torch.bfloat16 else []
     if device.type not in ("cuda", "xpu"):
         return [f"device type {device.type!r} has no Triton backend"]
     if device.type == "cuda" and torch.version.hip is None:

@@ -126,8 +126,8 @@ def once_differentiable(backward: F) -> F:
     def checked(ctx: Any, *upstream: Tensor | None) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "tigon's kernels have no second derivative (create_graph=True); "
-                'run the operators inside `with tigon.backend("torch"):` to get one'
+                "tigon's fused operators have no second derivative (create_graph=True); call the plain reference, "
+                "for example tigon.ops.rms_norm_reference, to get one"
             )
         return backward(ctx, *upstream)
 

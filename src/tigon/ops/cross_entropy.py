@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import _op
-from ._check import require, require_floating, require_one_of, require_same_device
+from ._check import require, require_floating, require_number, require_one_of, require_same_device
 from ._launch import launch, next_power_of_2
 from ._op import define, once_differentiable, op, runs_reference
 from ._tl import tanh
@@ -54,7 +54,7 @@ def cross_entropy_reference(
     softcap: float | None = None,
     class_weight: Tensor | None = None,
     reduction: Reduction = "mean",
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     return_z_loss: bool = False,
 ) -> Tensor | CrossEntropyOutput:
     valid, y, poison = stand_in_labels(labels, logits.shape[-1], ignore_index, wide_dtype(logits.dtype))
@@ -83,6 +83,7 @@ def stand_in_labels(
     labels: Tensor, num_classes: int, ignore_index: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which rows count; labels that are safe to index with; a factor that is NaN where the label is no class."""
+    labels = labels.long()
     valid = labels != ignore_index
     known = (labels >= 0) & (labels < num_classes)
     poison = torch.where(known | ~valid, 1.0, float("nan")).to(dtype)
@@ -93,7 +94,7 @@ def mean_divisors(
     labels: Tensor,
     class_weight: Tensor | None,
     ignore_index: int,
-    num_items: int | Tensor | None,
+    num_items: float | Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """What the sums of ce and of the z-loss are divided by: scalars, infinite in place of 0 so that 0 comes out."""
@@ -500,7 +501,8 @@ def require_options(
     softcap: float | None,
     class_weight: Tensor | None,
     reduction: str,
-    num_items: int | Tensor | None,
+    num_items: float | Tensor | None,
+    z_loss: float,
 ) -> None:
     """The checks that cross entropy has with and without the projection in front.
 
@@ -512,8 +514,10 @@ def require_options(
     require(integer, name, "labels", "an integer dtype", labels.dtype)
     require(labels.shape == rows, name, "labels", f"shape {tuple(rows)}", tuple(labels.shape))
     require(num_classes >= 1, name, "classes", "at least one", num_classes)
-    require(0.0 <= label_smoothing <= 1.0, name, "label_smoothing", "a number in [0, 1]", label_smoothing)
-    require(softcap is None or softcap > 0, name, "softcap", "a number above 0 or None", softcap)
+    require_number(name, "label_smoothing", label_smoothing, low=0, high=1)
+    require_number(name, "z_loss", z_loss)
+    if softcap is not None:
+        require_number(name, "softcap", softcap, low=0, above=True)
     require_one_of(name, "reduction", reduction, REDUCTIONS)
     if class_weight is not None:
         require_floating(name, class_weight=class_weight)
@@ -525,7 +529,7 @@ def require_options(
         if isinstance(num_items, Tensor):
             require(num_items.numel() == 1, name, "num_items", "one element", f"shape {tuple(num_items.shape)}")
         else:
-            require(isinstance(num_items, int), name, "num_items", "an int or a tensor", type(num_items).__name__)
+            require_number(name, "num_items", num_items, low=0)
 
 
 def _supports(logits: Tensor, labels: Tensor | None = None, **_: Any) -> list[str]:
@@ -543,7 +547,7 @@ def cross_entropy(
     softcap: float | None = None,
     class_weight: Tensor | None = None,
     reduction: Reduction = "mean",
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     return_z_loss: bool = False,
 ) -> Tensor | CrossEntropyOutput:
     """Cross entropy of `logits` against `labels`, with the gradient in one pass over the logits.
@@ -560,7 +564,7 @@ def cross_entropy(
         class_weight: `[V]`, factor of each class as `weight` of `F.cross_entropy`; gets no gradient.
         reduction: "mean" divides the cross entropy by the summed weight of the labels that are not ignored and
             the z-loss by their number; "sum" and "none" divide by nothing.
-        num_items: replaces both divisors of "mean", for a batch that is part of a larger one: an int or a tensor
+        num_items: replaces both divisors of "mean", for a batch that is part of a larger one: a number or a tensor
             of one element on any device.
         return_z_loss: return the z-loss too.
 
@@ -581,7 +585,9 @@ def cross_entropy(
     require_floating(name, logits=logits)
     require(logits.dim() >= 1, name, "logits", "at least one axis", "a scalar")
     rows, num_classes = logits.shape[:-1], logits.shape[-1]
-    require_options(name, labels, rows, num_classes, label_smoothing, softcap, class_weight, reduction, num_items)
+    require_options(
+        name, labels, rows, num_classes, label_smoothing, softcap, class_weight, reduction, num_items, z_loss
+    )
     require_same_device(name, logits=logits, labels=labels, class_weight=class_weight)
     labels = checked_labels(name, labels, num_classes, ignore_index)
     if runs_reference(name, logits, labels):

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _op
-from ._check import require, require_floating, require_same_device
+from ._check import require, require_floating, require_number, require_same_device
 from ._launch import as_rows, cdiv, launch
 from ._op import define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
@@ -58,7 +58,7 @@ def linear_cross_entropy_reference(
     softcap: float | None = None,
     class_weight: Tensor | None = None,
     reduction: Reduction = "mean",
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     logit_scale: float | None = None,
     return_z_loss: bool = False,
     max_logits_bytes: int | None = None,
@@ -287,7 +287,7 @@ def _drive(
                 *options,
             )
         if needs_dhidden:
-            out = dhidden.view(-1, width)[start:end]
+            out = dhidden.view(num_rows, width)[start:end]
             if hidden.dtype == dtype:
                 torch.mm(logits, w, out=out)
             else:
@@ -558,7 +558,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     class_weight: Tensor | None = None,
     reduction: Reduction = "mean",
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     logit_scale: float | None = None,
     return_z_loss: bool = False,
     max_logits_bytes: int | None = None,
@@ -596,7 +596,8 @@ def linear_cross_entropy(
             the gradients it enters are NaN, and TIGON_DEBUG=1 raises.
 
     Numerics: logits in the dtype of the product, statistics and losses in fp32; `dweight` and `dbias` add up over
-              chunks in fp32 and are rounded once to the dtype of their input.
+              chunks in fp32 and are rounded to the dtype of their input, and once more where the upstream
+              gradient is not 1.
     Memory:   `max_logits_bytes`, the gradients, and an fp32 copy of `dweight` while 16-bit chunks add up.
               A mean or a sum takes three matrix products. A fourth, of logits computed again in backward, is the
               price of reduction "none", of fp16 (whose range needs the loss scale before rounding), of an
@@ -614,13 +615,16 @@ def linear_cross_entropy(
     if bias is not None:
         require(bias.shape == (num_classes,), name, "bias", f"shape ({num_classes},)", tuple(bias.shape))
     rows = hidden.shape[:-1]
-    require_options(name, labels, rows, num_classes, label_smoothing, softcap, class_weight, reduction, num_items)
-    is_number = logit_scale is None or isinstance(logit_scale, (int, float))
-    require(is_number, name, "logit_scale", "a number or None", type(logit_scale).__name__)
+    require_options(
+        name, labels, rows, num_classes, label_smoothing, softcap, class_weight, reduction, num_items, z_loss
+    )
+    if logit_scale is not None:
+        require_number(name, "logit_scale", logit_scale)
     require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias, class_weight=class_weight)
     dtype = _matmul_dtype(name, hidden, weight, bias)
     if max_logits_bytes is None:
         max_logits_bytes = _CPU_LOGITS_BYTES if hidden.device.type == "cpu" else _LOGITS_BYTES
+    require_number(name, "max_logits_bytes", max_logits_bytes)
     row_bytes = _row_stride(num_classes, hidden.device) * dtype.itemsize
     expected = f"at least {row_bytes}, one row of logits"
     require(max_logits_bytes >= row_bytes, name, "max_logits_bytes", expected, max_logits_bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -707,3 +709,13 @@ def test_b112_a_patched_layer_norm_subtracts_the_mean() -> None:
     assert type(norm) is nn.LayerNorm
     assert nn.LayerNorm.__name__ == "LayerNorm"
     assert repr(norm) == repr(nn.LayerNorm(24))
+
+
+def test_arguments_keep_their_names(build: Callable[..., nn.Module]) -> None:
+    """Callers may name the argument, whatever the class calls it."""
+    model = build("Llama")
+    tigon.patch(model)
+    layer, hidden = model.model.layers[0], torch.randn(1, 3, model.config.hidden_size)
+    for module in (layer.mlp, layer.input_layernorm):
+        (name,) = inspect.signature(type(module).forward).parameters.keys() - {"self"}
+        assert torch.equal(module(**{name: hidden}), module(hidden))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from typing import Any
 
 import pytest
@@ -368,7 +369,7 @@ def test_deferred_logits_look_like_the_tensor_they_stand_for(build: Any, batch: 
     model = patched(build("Llama"))
     hidden = torch.randn(2, 9, 32)
     real = model.lm_head(hidden)
-    model.lm_head._tigon_defer = True
+    model.lm_head._tigon_defer = threading.get_ident()
     deferred = model.lm_head(hidden)
     assert isinstance(deferred, DeferredLogits)
     assert (deferred.shape, deferred.dtype, deferred.device) == (real.shape, real.dtype, real.device)
@@ -382,3 +383,40 @@ def test_deferred_logits_look_like_the_tensor_they_stand_for(build: Any, batch: 
     assert torch.equal(model.lm_head(hidden)[:, 1:-1, :].materialise(), real[:, 1:-1])
     with pytest.raises(AttributeError):
         _ = deferred.no_such_attribute
+
+
+HOOKS = {
+    "forward": lambda head: head.register_forward_hook(lambda module, inputs, output: output / 2),
+    "pre-forward": lambda head: head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,)),
+    "backward": lambda head: head.register_full_backward_hook(lambda module, dinputs, doutputs: (dinputs[0] * 0.5,)),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_on_the_output_layer_see_logits(
+    name: str, build: Any, batch: Any, step: Any, assert_same_step: Any, spy: Spy
+) -> None:
+    native = build("Llama")
+    model = patched(copy.deepcopy(native))
+    for each in (native, model):
+        HOOKS[name](each.lm_head)
+    assert_same_step(step(model, batch), step(native, batch))
+    assert not spy.fused
+
+
+def test_another_thread_gets_real_logits(build: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched(build("Llama")).train()
+    hidden = torch.zeros(1, 1, model.config.hidden_size)
+    seen: list[type] = []
+    inner = type(model.model).forward
+
+    def with_a_thread(self: Any, *args: Any, **kwargs: Any) -> Any:
+        other = threading.Thread(target=lambda: seen.append(type(model.lm_head(hidden))))
+        other.start()
+        other.join()
+        seen.append(type(model.lm_head(hidden)))
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.model), "forward", with_a_thread)
+    model(**batch)
+    assert seen == [torch.Tensor, DeferredLogits]

@@ -8,6 +8,7 @@ materialises the real logits, so the model's own forward stays what runs, whatev
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -221,10 +222,15 @@ def head_forward(self: nn.Module, input: Tensor, _request: Any = None) -> Any:
     if isinstance(_request, _LossRequest):
         return _loss_of(self, input, _request)
     # A weight that is not whole here (tensor parallel) or not plain (quantised) keeps its own forward.
-    if _request is None and self.__dict__.get("_tigon_defer") and _is_plain(input, self.weight):
+    if _request is None and self.__dict__.get("_tigon_defer") == _this_thread() and _is_plain(input, self.weight):
         autocast = torch.is_autocast_enabled(input.device.type)
         return DeferredLogits(self, input, torch.get_autocast_dtype(input.device.type) if autocast else input.dtype)
     return type(self).forward(self, input)
+
+
+def _this_thread() -> int:
+    """Who may be given deferred logits: another thread that runs the same model waits for real ones."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def _loss_of(head: nn.Module, hidden: Tensor, request: _LossRequest) -> Tensor:
@@ -306,14 +312,14 @@ def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, 
     if not defer and not inner:
         return type(self).forward(self, *args, **kwargs)
     if defer:
-        head._tigon_defer = True
+        head._tigon_defer = _this_thread()
     for each in inner:
         each._tigon_outer = (skip_logits,)
     try:
         output = type(self).forward(self, *args, **kwargs)
     finally:
         if defer:
-            head._tigon_defer = False
+            head._tigon_defer = None
         for each in inner:
             each._tigon_outer = None
     return output if outer is not None else _without_deferred(output)
@@ -335,12 +341,27 @@ def _inner_models(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
 
 def is_linear(head: Any) -> bool:
     """Whether a module computes what nn.Linear does: a subclass may scale, one made by sharding does not."""
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    return (
+        isinstance(head, nn.Linear)
+        and type(head).forward is nn.Linear.forward
+        and type(head).__call__ is nn.Linear.__call__
+    )
 
 
 def can_defer(head: Any) -> bool:
-    """Whether the output layer is still the plain one that was patched: adapters may have wrapped it since."""
-    return is_linear(head) and "_tigon" in head.__dict__
+    """Whether the output layer is still the plain one that was patched: adapters or hooks may have come since."""
+    return is_linear(head) and "_tigon" in head.__dict__ and not has_foreign_hooks(head)
+
+
+# Whose hooks only bring the weight where it is needed: they are right around a loss as around logits.
+_GATHERERS = ("torch.distributed.", "deepspeed.", "accelerate.")
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether a hook on `module` expects, or may change, what its own forward takes and gives."""
+    stores = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = [getattr(hook, "func", hook) for store in stores for hook in store.values()]
+    return any(not (getattr(hook, "__module__", None) or "").startswith(_GATHERERS) for hook in hooks)
 
 
 def _without_deferred(output: Any) -> Any:

@@ -93,7 +93,7 @@ _replicate.__name__ = "_replicate_for_data_parallel"
 def like(template: Callable[..., Any], native: Callable[..., Any], argument: str | None = None) -> Callable[..., Any]:
     """`template` with the name, signature and documentation of `native`, its `x` renamed to `argument`."""
     code = template.__code__
-    if argument is not None:
+    if argument not in (None, "x"):
         names = {"x": argument, argument: f"{argument}_"}
         code = code.replace(co_varnames=tuple(names.get(name, name) for name in code.co_varnames))
     function = types.FunctionType(code, template.__globals__, native.__name__, template.__defaults__)

@@ -275,3 +275,21 @@ def test_patch_is_lazy_needs_no_transformers_and_is_callable_however_it_was_impo
 @pytest.mark.parametrize("variable", ["TIGON_DEBUG", "LIGER_KERNEL_DEBUG"])
 def test_debug_shows_the_table_without_logging_being_configured(variable: str) -> None:
     assert "Norm x 1  rms_norm" in run_program(**{variable: "1"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": 3}, "only: expected names"),
+        ({"only": []}, "only: expected at least one"),
+        ({"skip": 3}, "skip: expected"),
+    ],
+)
+def test_choices_that_are_none_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tigon.patch(nn.Linear(2, 2), **options)
+
+
+def test_strict_raises_where_nothing_is_recognised() -> None:
+    with pytest.raises(ValueError, match="strict: expected something to replace"):
+        tigon.patch(nn.Linear(2, 2), strict=True)

@@ -55,7 +55,11 @@ class _Choice:
 
     @staticmethod
     def _split(argument: str, items: Iterable[str], names: list[str]) -> tuple[set[str], list[str]]:
+        if not isinstance(items, Iterable):
+            raise ValueError(f"patch: {argument}: expected names or patterns, got {items!r}")
         items = [items] if isinstance(items, str) else list(items)
+        if argument == "only" and not items:
+            raise ValueError("patch: only: expected at least one name or pattern, or None for all, got none")
         forms = {item for item in items if item in FORM_NAMES}
         globs = [item for item in items if item not in forms]
         for glob in globs:
@@ -97,13 +101,14 @@ def patch(
         model: any module; wrappers (adapters, data parallel) are looked through.
         only: names of forms or patterns of module names; of each kind given, one must fit.
         skip: names of forms or patterns of module names to leave alone.
-        strict: raise, and change nothing, when something that is surely a form cannot be replaced.
+        strict: raise, and change nothing, when something that is surely a form cannot be replaced, or nothing can.
 
     Returns:
         A `Report`; `print(report)` shows what was replaced, what was kept, and why.
 
     Raises:
-        ValueError: `model` is no module, a name in `only` or `skip` fits nothing, or `strict` found something kept.
+        ValueError: `model` is no module, a name in `only` or `skip` fits nothing, or `strict` found something kept
+            or nothing at all.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"patch: model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -111,6 +116,8 @@ def patch(
     choice = _Choice(only, skip, [name for name, _ in modules])
     findings = _findings(modules, choice)
     report = Report(type(model).__name__, grouped(finding[:6] for finding in findings))
+    if strict and not report.replaced:
+        raise ValueError(f"patch: strict: expected something to replace, got\n{report}")
     if strict and report.kept:
         raise ValueError(f"patch: strict: expected every form to be replaced, got\n{report}")
     by_name, done = dict(modules), []

@@ -114,7 +114,7 @@ def make_plan(options: Options) -> tuple[dict[str, Any], torch.Tensor, str]:
         found = _config_of(options.model).get_text_config()
         config, vocab_size = None, getattr(found, "vocab_size", None)
         if vocab_size is None:
-            raise DemoError(f"--model: expected a causal language model, got {type(found).__name__}, without a vocabulary")
+            raise DemoError(f"--model: expected a model with a vocabulary, got {type(found).__name__}")
         longest = getattr(found, "max_position_embeddings", None)
     if longest is not None and sizes["seq_len"] > longest:
         raise DemoError(f"--seq-len: the model takes at most {longest} positions, got {sizes['seq_len']}")

@@ -136,11 +136,6 @@ class DetachedNorm(Norm):
         return self.scale * n.to(x.dtype)
 
 
-class GatedNorm(Norm):
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        return super().forward(x) if gate is None else super().forward(x) * F.silu(gate)
-
-
 class RoundedStatistics(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return self.scale * (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.tiny).to(x.dtype))
@@ -500,7 +495,6 @@ REFUSED = [
     (GroupsInTurns(), "no candidate computes the same"),
     (ByHead(), "its weight has 2 axes"),
     (DetachedNorm(), "no candidate computes the same"),
-    (GatedNorm(), "takes (x: "),
     (Multiplier(), "no candidate computes the same"),
     (LimitedBothWays(), "no candidate computes the same"),
     (LimitedUp(), "no candidate computes the same"),

@@ -14,6 +14,7 @@ __all__ = ["EXCEPTIONS", "FORMS", "FORM_NAMES", "Form", "Found", "_is_plain", "a
 
 FORMS = (
     Form("rms_norm", _norms.match_rms_norm, _norms.verify_rms_norm, _norms.rms_norm_forward),
+    Form("rms_norm_gated", _norms.match_rms_norm_gated, _norms.verify_rms_norm_gated, _norms.rms_norm_gated_forward),
     Form("layer_norm", _norms.match_layer_norm, _norms.verify_layer_norm, _norms.layer_norm_forward),
     Form("glu", _glu.match, _glu.verify, _glu.forward),
     Form("experts", _experts.match, _experts.verify, _experts.forward),

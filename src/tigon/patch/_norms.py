@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops.glu import ACTIVATIONS
 from ..ops.layer_norm import layer_norm, layer_norm_reference
 from ..ops.rms_norm import CASTS, rms_norm, rms_norm_reference
+from ..ops.rms_norm_gated import CASTS as GATED_CASTS
+from ..ops.rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
 from . import _probe
 from ._form import Found, Match, arguments_of, floats_of, is_plain, only_argument, own, run
 from ._probe import Refused
@@ -30,6 +33,10 @@ class NormSettings(NamedTuple):
     group_size: str | None = None
     # Some norms have a rule for autocast, which only they know.
     native_autocast: bool = False
+    # With a second argument that gates: its name, what activates it, whether it comes after the norm.
+    gate: str | None = None
+    activation: str = "silu"
+    norm_before_gate: bool = True
 
     @property
     def variant(self) -> str:
@@ -37,6 +44,8 @@ class NormSettings(NamedTuple):
             notes = ["no weight", "" if self.cast == "cast_then_scale" else self.cast]
         else:
             notes = [self.cast, "offset 1" if self.offset else ""]
+        if self.gate is not None:
+            notes += [f"{self.activation} {'after' if self.norm_before_gate else 'before'}"]
         return ", ".join(note for note in (*notes, "groups" if self.group_size else "") if note)
 
     def eps_of(self, module: nn.Module) -> float:
@@ -73,7 +82,7 @@ def _names_an_eps(module: nn.Module) -> bool:
 
 def match_rms_norm(module: nn.Module) -> Match:
     vectors = _vectors(module)
-    if vectors is None or len(vectors) > 1 or len(arguments_of(module)) == 0:
+    if vectors is None or len(vectors) > 1 or match_rms_norm_gated(module) == "sure":
         return "no"
     if own(module._parameters):
         return "sure" if floats_of(module) else "maybe"
@@ -81,8 +90,17 @@ def match_rms_norm(module: nn.Module) -> Match:
     return "sure" if _names_an_eps(module) else "maybe" if floats_of(module) else "no"
 
 
+def match_rms_norm_gated(module: nn.Module) -> Match:
+    vectors = _vectors(module)
+    if vectors is None or len(vectors) != 1 or len(arguments_of(module)) != 2 or not own(module._parameters):
+        return "no"
+    return "sure" if floats_of(module) else "maybe"
+
+
 def match_layer_norm(module: nn.Module) -> Match:
     vectors = _vectors(module)
+    if match_rms_norm_gated(module) == "sure":
+        return "no"
     if vectors is None or len(vectors) > 2:
         # Weights of each head; norms of images have three axes.
         weight = module._parameters.get("weight") if isinstance(module, nn.LayerNorm) else None
@@ -100,14 +118,17 @@ def match_layer_norm(module: nn.Module) -> Match:
 # ---- probing ----
 
 Candidate = Callable[[Tensor, dict[str, Tensor], float], Any]
+# Among the weights of a draw, the gate of a norm that takes one.
+GATE = "argument: gate"
 
 
 class _Norms:
     """Runs of one norm module on random rows and random weights."""
 
-    def __init__(self, module: nn.Module, generator: torch.Generator) -> None:
-        only_argument(module)
-        self.module, self.generator = module, generator
+    def __init__(self, module: nn.Module, generator: torch.Generator, gated: bool = False) -> None:
+        if not gated:
+            only_argument(module)
+        self.module, self.generator, self.gated = module, generator, gated
         self.names = list(own({**module._parameters, **module._buffers}))
         self.width = self._width()
         if self.width < 2:
@@ -132,15 +153,21 @@ class _Norms:
     def draw(self, x_scale: float = 1.0, w_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         # Not centred, so that subtracting the mean shows.
         x = (torch.randn(self.rows, self.width, generator=self.generator) + 0.5) * x_scale
-        return x, {name: torch.randn(self.width, generator=self.generator) * w_scale for name in self.names}
+        weights = {name: torch.randn(self.width, generator=self.generator) * w_scale for name in self.names}
+        if self.gated:
+            weights[GATE] = torch.randn(x.shape, generator=self.generator) * w_scale
+        return x, weights
 
     def twin(self, weights: dict[str, Tensor], **options: Any) -> nn.Module:
         buffers = {name: weight for name, weight in weights.items() if name in self.module._buffers}
-        parameters = {name: weight for name, weight in weights.items() if name not in buffers}
+        parameters = {name: weight for name, weight in weights.items() if name in self.module._parameters}
         return _probe.twin(self.module, parameters=parameters, buffers=buffers, **options)
 
     def native(self, x: Tensor, weights: dict[str, Tensor], **attributes: Any) -> Any:
-        return run(self.twin(weights, attributes=attributes), x)
+        return self.run(self.twin(weights, attributes=attributes), x, weights)
+
+    def run(self, module: nn.Module, x: Tensor, weights: dict[str, Tensor]) -> Any:
+        return run(module, x, weights[GATE]) if self.gated else run(module, x)
 
     def epsilons(self) -> Iterator[str | float]:
         """Attributes that might be the eps, then the number that the module behaves as if it had."""
@@ -164,7 +191,7 @@ class _Norms:
         """
         x, weights = self.draw()
         x = x - x.mean(-1, keepdim=True)
-        weights = {name: weight if name == self.names[0] else 0 * weight for name, weight in weights.items()}
+        weights = {name: weight if name in (self.names[0], GATE) else 0 * weight for name, weight in weights.items()}
         mean = x.double().square().mean(-1, keepdim=True)
         full = self.native(x, weights).detach().double()
         for t in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
@@ -186,28 +213,35 @@ class _Norms:
         x, weights = self.draw()
         if isinstance(eps, str) and not _probe.same(candidate(x, weights, 0.3), self.native(x, weights, **{eps: 0.3})):
             return False
-        copy = self.twin(weights, training=True)
+        leaves = {
+            name: weight.clone().requires_grad_(name == GATE or name in self.module._parameters)
+            for name, weight in weights.items()
+        }
+        trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        copy = self.twin(leaves, training=True)
+        # Parameters of the twin are other objects than what they were made of.
+        own_leaves = [copy._parameters.get(name, leaf) for name, leaf in leaves.items() if leaf.requires_grad]
         upstream = torch.randn(x.shape, generator=self.generator)
-        parameters = [name for name in self.names if name in self.module._parameters]
-        wanted = _probe.gradients(
-            run(copy, x.requires_grad_()), [x, *(copy._parameters[name] for name in parameters)], upstream
-        )
-        leaves = {name: w.clone().requires_grad_(name in parameters) for name, w in weights.items()}
-        got = _probe.gradients(candidate(x, leaves, value), [x, *(leaves[name] for name in parameters)], upstream)
+        y = self.run(copy, x.requires_grad_(), leaves)
+        wanted = _probe.gradients(y, [x, *own_leaves], upstream)
+        got = _probe.gradients(candidate(x, leaves, value), [x, *trained], upstream)
         return _probe.same_gradients(got, wanted)
 
     def rounds_alike(self, candidate: Candidate, eps: str | float) -> bool:
         """In bf16, bit for bit, and with the weight in another dtype than the input where the module allows it."""
         bf16, fp32, value = torch.bfloat16, torch.float32, self.value_of(eps)
-        mixed = ((bf16, fp32, 1.0), (fp32, bf16, 1.0)) if self.names else ()
-        # At the size of the eps it shows if that depends on the dtype.
-        for x_dtype, w_dtype, scale in ((bf16, bf16, 1.0), (bf16, bf16, value**0.5), *mixed):
+        # Dtypes of x, the weights and the gate. At the size of the eps it shows if that depends on the dtype.
+        cases = [(bf16, bf16, bf16, 1.0), (bf16, bf16, bf16, value**0.5)]
+        cases += [(bf16, fp32, bf16, 1.0), (fp32, bf16, fp32, 1.0)] if self.names else []
+        cases += [(bf16, bf16, fp32, 1.0), (fp32, fp32, bf16, 1.0)] if self.gated else []
+        for x_dtype, w_dtype, gate_dtype, scale in cases:
             x, weights = self.draw(scale)
-            x, weights = x.to(x_dtype), {name: weight.to(w_dtype) for name, weight in weights.items()}
+            x = x.to(x_dtype)
+            weights = {name: t.to(gate_dtype if name == GATE else w_dtype) for name, t in weights.items()}
             try:
                 native = self.native(x, weights)
             except Refused:
-                if x_dtype == w_dtype:
+                if x_dtype == w_dtype == gate_dtype:
                     raise
                 continue
             if _probe.flips(candidate(x, weights, value), native) > _probe.BF16_FLIPS:
@@ -251,6 +285,32 @@ def verify_rms_norm(module: nn.Module, generator: torch.Generator) -> Found:
     raise Refused("no candidate computes the same")
 
 
+def verify_rms_norm_gated(module: nn.Module, generator: torch.Generator) -> Found:
+    norms = _Norms(module, generator, gated=True)
+
+    def reference(norm: NormSettings) -> Candidate:
+        def call(x: Tensor, weights: dict[str, Tensor], eps: float) -> Tensor:
+            size = None if norm.group_size is None else getattr(module, norm.group_size)
+            return _gated(rms_norm_gated_reference, norm, x, weights[norm.weight], weights[GATE], eps, size)
+
+        return call
+
+    options = list(itertools.product((True, False), ACTIVATIONS, (None, *norms.sizes()), (0.0, 1.0)))
+    (weight,), gate = norms.names, arguments_of(module)[1].name
+    for eps, (after, activation, size, offset) in _pairs(norms.epsilons(), options):
+        norm = NormSettings(
+            weight, None, eps, offset, "scale_then_cast", size, norms.native_autocast, gate, activation, after
+        )
+        if not norms.agrees(reference(norm), eps):
+            continue
+        for cast in GATED_CASTS:
+            norm = norm._replace(cast=cast)
+            if norms.rounds_alike(reference(norm), eps):
+                return Found(norm.variant, norm)
+        raise Refused("it rounds to 16 bits in a place that no candidate does")
+    raise Refused("no candidate computes the same")
+
+
 def verify_layer_norm(module: nn.Module, generator: torch.Generator) -> Found:
     norms = _Norms(module, generator)
 
@@ -288,6 +348,32 @@ def rms_norm_forward(self: nn.Module, x: Tensor) -> Any:
         return type(self).forward(self, x)
     size = None if norm.group_size is None else getattr(self, norm.group_size)
     return rms_norm(x, weight, eps=norm.eps_of(self), offset=norm.offset, cast=norm.cast, group_size=size)
+
+
+def rms_norm_gated_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    norm = self._tigon.settings
+    weight, gate = getattr(self, norm.weight), args[0] if args else kwargs.get(norm.gate)
+    native = norm.native_autocast and torch.is_autocast_enabled(x.device.type)
+    if gate is None or gate.shape != x.shape or not is_plain(x, weight, gate) or native:
+        return type(self).forward(self, x, *args, **kwargs)
+    size = None if norm.group_size is None else getattr(self, norm.group_size)
+    return _gated(rms_norm_gated, norm, x, weight, gate, norm.eps_of(self), size)
+
+
+def _gated(
+    op: Callable[..., Tensor], norm: NormSettings, x: Tensor, weight: Tensor, gate: Tensor, eps: float, size: int | None
+) -> Tensor:
+    return op(
+        x,
+        weight,
+        gate,
+        eps=eps,
+        activation=norm.activation,
+        norm_before_gate=norm.norm_before_gate,
+        group_size=size,
+        offset=norm.offset,
+        cast=norm.cast,
+    )
 
 
 def layer_norm_forward(self: nn.Module, x: Tensor) -> Any:

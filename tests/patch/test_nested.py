@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -155,3 +156,20 @@ def test_copies_and_an_outer_model_that_is_patched_last_know_their_own_inner_mod
     tigon.unpatch(model)
     assert model(**batch).logits is not None
     assert twin(**batch).logits is None
+
+
+def test_an_inner_model_that_another_thread_calls_meanwhile_is_its_outermost() -> None:
+    model, batch = made("Llama4ForConditionalGeneration")
+    native = model(**batch).loss
+    tigon.patch(model, only=["linear_cross_entropy"])
+    inner, seen = model.language_model, []
+
+    def call_from_another(*_: Any) -> None:
+        handle.remove()
+        thread = threading.Thread(target=lambda: seen.append(inner(batch["input_ids"], shift_labels=shifted(batch))))
+        thread.start()
+        thread.join()
+
+    handle = inner.model.register_forward_pre_hook(call_from_another)
+    torch.testing.assert_close(model(**batch).loss, native, rtol=1e-5, atol=1e-5)
+    assert (seen[0].loss is not None, "logits" in seen[0]) == (True, False)

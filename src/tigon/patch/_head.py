@@ -293,8 +293,10 @@ def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, 
     """
     settings = self._tigon.settings
     outer = self.__dict__.get("_tigon_outer")
+    if outer is not None and outer[0] != _this_thread():
+        outer = None
     if outer is not None and skip_logits is None:
-        skip_logits = outer[0]
+        skip_logits = outer[1]
     index, labels = settings.labels_index, None
     if index is not None:
         labels = args[index] if len(args) > index else kwargs.get("labels")
@@ -314,7 +316,7 @@ def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, 
     if defer:
         head._tigon_defer = _this_thread()
     for each in inner:
-        each._tigon_outer = (skip_logits,)
+        each._tigon_outer = (_this_thread(), skip_logits)
     try:
         output = type(self).forward(self, *args, **kwargs)
     finally:

@@ -1,21 +1,23 @@
 # Each verb is a thin alias: what it runs can be typed by hand once the environment is active.
 PYTHON ?= python3
 VENV ?= .venv
+NEWEST ?= .venv-newest
 WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.tigon-installed
 
-.PHONY: help setup demo test test-gpu zoo check fix clean
+.PHONY: help setup demo test test-gpu zoo zoo-newest check fix clean
 
 help:
-	@echo "make demo      train a small model twice, native and patched, and draw the comparison"
-	@echo "make test      the tests that need no GPU"
-	@echo "make test-gpu  all tests on the GPU"
-	@echo "make zoo       patch every language model of transformers, compare, write docs/architectures.md"
-	@echo "make check     lint, format, types, spelling"
-	@echo "make fix       what lint and format can repair by themselves"
-	@echo "make setup     only the environment ($(VENV))"
-	@echo "make clean     remove the environment and all outputs"
+	@echo "make demo        train a small model twice, native and patched, and draw the comparison"
+	@echo "make test        the tests that need no GPU"
+	@echo "make test-gpu    all tests on the GPU"
+	@echo "make zoo         patch every language model of transformers, compare, write docs/architectures.md"
+	@echo "make zoo-newest  the same with the newest transformers, in an environment of its own ($(NEWEST))"
+	@echo "make check       lint, format, types, spelling"
+	@echo "make fix         what lint and format can repair by themselves"
+	@echo "make setup       only the environment ($(VENV))"
+	@echo "make clean       remove the environment and all outputs"
 
 setup: $(STAMP)
 
@@ -35,6 +37,13 @@ test-gpu: $(STAMP)
 zoo: $(STAMP)
 	$(BIN)/python -m tests.zoo --workers $(WORKERS) --table docs/architectures.md $(ARGS)
 
+# Drift shows here before it shows to users: the pinned environment with transformers, and what it needs, replaced.
+zoo-newest:
+	@sh tools/setup.sh "$(PYTHON)" "$(NEWEST)"
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check --quiet install --upgrade transformers
+	$(NEWEST)/bin/python -c "import transformers; print('transformers', transformers.__version__)"
+	$(NEWEST)/bin/python -m tests.zoo --workers $(WORKERS) $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,5 +55,5 @@ fix: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) demo-output build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) demo-output build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

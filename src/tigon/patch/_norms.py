@@ -135,7 +135,10 @@ class _Norms:
             raise Refused(f"its weight has {self.width} elements here; patch before the model is sharded")
         self.rows = max(4, 2048 // self.width)
         x, weights = self.draw()
-        y = self.native(x, weights)
+        try:
+            y = self.native(x, weights)
+        except Refused as refused:
+            raise Refused(f"it does not take rows of the width of its weight: {refused}") from refused
         if not isinstance(y, Tensor) or y.shape != x.shape:
             shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise Refused(f"it makes {shape} of {tuple(x.shape)}, the form a tensor of the same shape")

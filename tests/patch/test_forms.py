@@ -723,3 +723,32 @@ def test_arguments_keep_their_names(build: Callable[..., nn.Module]) -> None:
     for module in (layer.mlp, layer.input_layernorm):
         (name,) = inspect.signature(type(module).forward).parameters.keys() - {"self"}
         assert torch.equal(module(**{name: hidden}), module(hidden))
+
+
+CHANGES = {
+    "hook": lambda mlp: mlp.act_fn.register_forward_hook(lambda module, inputs, output: output * 0.5),
+    "backward hook": lambda mlp: mlp.act_fn.register_full_backward_hook(lambda module, di, do: (di[0] * 0,)),
+    "own forward": lambda mlp: setattr(mlp.act_fn, "forward", torch.relu),
+    "exchanged": lambda mlp: setattr(mlp, "act_fn", nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before patching", "after patching"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_an_activation_are_honoured(name: str, first: bool, build: Callable[..., nn.Module]) -> None:
+    native, model = build("Llama").model.layers[0].mlp, build("Llama")
+    mlp = model.model.layers[0].mlp
+    CHANGES[name](native)
+    if first:
+        CHANGES[name](mlp)
+    tigon.patch(model)
+    if not first:
+        CHANGES[name](mlp)
+    x = torch.randn(1, 3, model.config.hidden_size)
+    results = []
+    for each in (native, mlp):
+        leaf = x.clone().requires_grad_()
+        y = each(leaf)
+        results.append((y, *torch.autograd.grad(y.sum(), leaf)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..ops.glu import glu, glu_reference
 from . import _probe
-from ._form import Found, Match, arguments_of, is_plain, own
+from ._form import Found, Match, are_as_probed, arguments_of, is_plain, own, passed_over
 from ._gate import Gate, choose, gates
 from ._probe import Refused
 
@@ -28,6 +28,8 @@ class ExpertsSettings(NamedTuple):
     how: Gate
     # Attributes with the values at which it was probed, if at others it computes something else.
     only_at: tuple[tuple[str, float], ...] = ()
+    # Children that are not called any more.
+    passed_over: tuple[tuple[str, type], ...] = ()
 
 
 def match(module: nn.Module) -> Match:
@@ -78,7 +80,7 @@ def verify(module: nn.Module, generator: torch.Generator) -> Found:
         raise Refused("its children have parameters, which the form does not know")
     gate, only_at = choose(_Experts(module, generator), gates(module, packed=True))
     notes = [note for note in gate.notes(packed=True) if note != "packed"]
-    return Found(", ".join(notes), ExpertsSettings(gate, only_at))
+    return Found(", ".join(notes), ExpertsSettings(gate, only_at, passed_over(module)))
 
 
 def _calls_the_method(module: nn.Module) -> bool:
@@ -100,6 +102,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def apply_gate(self: nn.Module, x: Tensor) -> Tensor:
     experts = self._tigon.settings
-    if not is_plain(x) or any(getattr(self, name) != value for name, value in experts.only_at):
+    changed = any(getattr(self, name) != value for name, value in experts.only_at)
+    if not is_plain(x) or changed or not are_as_probed(self, experts.passed_over):
         return getattr(type(self), METHOD)(self, x)
     return experts.how.call(glu, self, x)

@@ -67,6 +67,24 @@ def own(store: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in store.items() if value is not None}
 
 
+def passed_over(module: nn.Module, called: tuple[str | None, ...] = ()) -> tuple[tuple[str, type], ...]:
+    """Children that a replacement does not call, with their classes."""
+    return tuple((name, type(child)) for name, child in own(module._modules).items() if name not in called)
+
+
+def are_as_probed(module: nn.Module, children: tuple[tuple[str, type], ...]) -> bool:
+    """Whether not calling these children changes nothing: no hook waits for them, and none was exchanged."""
+    for name, kind in children:
+        child = module._modules.get(name)
+        if type(child) is not kind or "forward" in child.__dict__:
+            return False
+        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            return False
+        if kind is nn.Dropout and child.training and child.p > 0:
+            return False
+    return True
+
+
 def floats_of(module: nn.Module) -> list[str]:
     return [name for name, value in module.__dict__.items() if type(value) is float]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..ops.glu import glu, glu_reference
 from . import _probe
-from ._form import Found, Match, argument_of, arguments_of, is_plain, own, run, shown
+from ._form import Found, Match, are_as_probed, argument_of, arguments_of, is_plain, own, passed_over, run, shown
 from ._gate import Gate, choose, gates, numbers_of
 from ._probe import Refused
 
@@ -33,6 +33,8 @@ class GluSettings(NamedTuple):
     casts: bool = False
     # Attributes with the values at which it was probed, if at others it computes something else.
     only_at: tuple[tuple[str, float], ...] = ()
+    # Children that are not called any more.
+    passed_over: tuple[tuple[str, type], ...] = ()
 
     @property
     def variant(self) -> str:
@@ -180,7 +182,8 @@ def _probe_at(
             raise
         reason = f"its child {inner} has parameters or buffers, and is not called on the product alone"
         raise Refused(reason) from refused
-    settings = settings._replace(only_at=only_at, casts=_casts(mlp, settings))
+    called = (settings.gate, settings.up, settings.down, settings.inner)
+    settings = settings._replace(only_at=only_at, casts=_casts(mlp, settings), passed_over=passed_over(module, called))
     return Found(settings.variant, settings)
 
 
@@ -203,7 +206,8 @@ def _casts(mlp: _Mlp, settings: GluSettings) -> bool:
 def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     mlp = self._tigon.settings
     others = any(value is not None for value in (*args, *kwargs.values()))
-    if others or any(getattr(self, name) != value for name, value in mlp.only_at):
+    changed = any(getattr(self, name) != value for name, value in mlp.only_at)
+    if others or changed or not are_as_probed(self, mlp.passed_over):
         return type(self).forward(self, x, *args, **kwargs)
     gate = getattr(self, mlp.gate)(x)
     up = None if mlp.up is None else getattr(self, mlp.up)(x)

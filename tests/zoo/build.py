@@ -138,6 +138,9 @@ def build(name: str, size: Size = SMALL) -> nn.Module:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = cls(config).float().train()
+    for module in model.modules():
+        for attribute, value in tables.VISIBLE_IN_MODULES.get(type(module).__name__, {}).items():
+            setattr(module, attribute, value)
     redraw(model)
     return model
 

@@ -156,7 +156,12 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 # ---- what there is to replace ----
 
-KINDS = {"norm": ("rms_norm", "rms_norm_gated", "layer_norm"), "mlp": ("glu",), "rope": ("rope",), "experts": ("experts",)}
+KINDS = {
+    "norm": ("rms_norm", "rms_norm_gated", "layer_norm"),
+    "mlp": ("glu",),
+    "rope": ("rope",),
+    "experts": ("experts",),
+}
 LOSS = "linear_cross_entropy"
 _ROTATE = re.compile(r"^apply_\w*(rot|rope)\w*$|^_?(apply_)?rotary(_pos)?_fn$|^rotary_pos_emb\w*$")
 _MLP = re.compile(r"MLP|Mlp|FeedForward|FFN|ActDense|ReluDense|GLU")

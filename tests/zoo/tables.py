@@ -162,6 +162,9 @@ VISIBLE: Fields = {
     "ssm_out_multiplier": 0.9,
 }
 
+# The same of numbers that stand in a module and in no configuration, by the class of the module.
+VISIBLE_IN_MODULES: dict[str, Fields] = {"GptOssExperts": {"limit": 0.3}}
+
 
 def overrides(s: Size) -> dict[str, Fields]:
     """By configuration class, what the names of the fields do not tell; "sub.field" is a field of a part."""
@@ -199,7 +202,9 @@ def overrides(s: Size) -> dict[str, Fields]:
         "Gemma3nTextConfig": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.95, 0.0]},
         "GraniteMoeSharedConfig": {"shared_intermediate_size": s.expert_inner},
         "GraniteMoeSWAConfig": {"shared_intermediate_size": s.expert_inner},
-        "Step3p7TextConfig": {"sliding_window": 8, "swiglu_limits": [0.1, 0.0], "swiglu_limits_shared": [0.1, 0.0]},
+        "Step3p7TextConfig": {"sliding_window": 8, "swiglu_limits": [0.1, 0.2], "swiglu_limits_shared": [0.1, 0.2]},
+        # One pair of rotated elements is the same in every layout.
+        "DeepseekV4Config": {"partial_rotary_factor": 0.5},
         # sizes that must agree
         "BloomConfig": {"hidden_size": s.width},
         "CodeGenConfig": {"n_head": 4},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tigon.patch import _forms, _head, _rope
+from tigon.patch import _experts, _glu, _head, _norms, _rope
 
 from .compare import examine
 
@@ -52,12 +52,22 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Fault], Fault]]] = {
     "number of items": ("LlamaForCausalLM", _head, "linear_cross_entropy", _without("num_items")),
     "labels": ("LlamaForCausalLM", _head, "linear_cross_entropy", _labels_off_by_one),
     "gradient of the head": ("LlamaForCausalLM", _head, "linear_cross_entropy", _detached),
-    "offset": ("GemmaForCausalLM", _forms, "rms_norm", _without("offset")),
-    "eps": ("Qwen3ForCausalLM", _forms, "rms_norm", _changed(eps=1e-3)),
-    "gradient of a norm": ("LlamaForCausalLM", _forms, "rms_norm", _detached),
-    "activation": ("Gemma3ForCausalLM", _forms, "glu", _changed(activation="gelu")),
-    "gate and up": ("LlamaForCausalLM", _forms, "glu", _swapped),
+    "offset": ("GemmaForCausalLM", _norms, "rms_norm", _without("offset")),
+    "eps": ("Qwen3ForCausalLM", _norms, "rms_norm", _changed(eps=1e-3)),
+    "gradient of a norm": ("LlamaForCausalLM", _norms, "rms_norm", _detached),
+    "activation": ("Gemma3ForCausalLM", _glu, "glu", _changed(activation="gelu")),
+    "gate and up": ("LlamaForCausalLM", _glu, "glu", _swapped),
+    "clamp": ("DeepseekV4ForCausalLM", _glu, "glu", _without("limit")),
+    "scale of the gate": ("FalconH1ForCausalLM", _glu, "glu", _without("gate_scale")),
+    "clamp of the experts": ("GptOssForCausalLM", _experts, "glu", _without("limit")),
+    "gate and up of the experts": ("Qwen3MoeForCausalLM", _experts, "glu", _changed(gate_first=False)),
+    "groups": ("Qwen4ExpForCausalLM", _norms, "rms_norm", _without("group_size")),
+    "gate of a norm": ("Mamba2ForCausalLM", _norms, "rms_norm_gated", _changed(activation="sigmoid")),
+    "weight of a layer norm": ("GPT2LMHeadModel", _norms, "layer_norm", _detached),
     "direction": ("LlamaForCausalLM", _rope, "rope", _turned_back),
+    "inverse": ("NanoChatForCausalLM", _rope, "rope", _without("inverse")),
+    "tail": ("DeepseekV4ForCausalLM", _rope, "rope", _without("tail")),
+    "layout": ("CohereForCausalLM", _rope, "rope", _changed(layout="half")),
 }
 
 

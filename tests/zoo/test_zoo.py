@@ -23,7 +23,7 @@ TABLE = ROOT / "docs" / "architectures.md"
 
 # What is reached, on the versions of requirements-dev.txt; to be raised with the patcher, never lowered.
 CLASSES = 243
-FLOORS = {"norm": 1684, "mlp": 290, "rope": 294, "experts": 0, "loss": 220, "complete": 124}
+FLOORS = {"norm": 1775, "mlp": 309, "rope": 360, "experts": 88, "loss": 220, "complete": 198}
 
 
 @pytest.fixture(scope="session")

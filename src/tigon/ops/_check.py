@@ -24,11 +24,12 @@ def require_number(
     op: str, argument: str, value: Any, *, low: float = -math.inf, high: float = math.inf, above: bool = False
 ) -> None:
     """Raise unless `value` is a finite number in [low, high], or above `low`."""
+    # Comparisons alone decide, and words are found only for an error: a compiler traces the one and not the other.
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_number and low <= value <= high and -math.inf < value < math.inf and not (above and value == low):
+        return
     expected = f"a finite number above {low:g}" if above else f"a finite number in [{low:g}, {high:g}]"
-    require(is_number, op, argument, expected, repr(value))
-    holds = math.isfinite(value) and low <= value <= high and not (above and value == low)
-    require(holds, op, argument, expected, value)
+    raise ValueError(f"{op}: {argument}: expected {expected}, got {value!r}")
 
 
 def require_floating(op: str, **tensors: Tensor | None) -> None:

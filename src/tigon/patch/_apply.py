@@ -207,14 +207,14 @@ def _findings(modules: list[tuple[str, nn.Module]], choice: _Choice) -> list[_Fi
     memo: dict[int, str] = {}
     findings = []
     for name, module in modules:
-        found = (
-            _installed(name, module, choice)
-            or _form(name, module, choice, memo)
-            or _rotary(name, module, choice)
-            or _loss(name, module, choice, modules)
-        )
+        found = _installed(name, module, choice) or _form(name, module, choice, memo)
         if found:
             findings.append(found)
+        # What only looks like a form may still hold a rotary function or a loss.
+        if not found or found.verdict == "kept":
+            found = _rotary(name, module, choice) or _loss(name, module, choice, modules)
+            if found:
+                findings.append(found)
     fused = [finding.name for finding in findings if finding.form == LOSS and finding.verdict == "replaced"]
     by_name = dict(modules)
     return [finding for finding in findings if not _hands_labels_on(finding, by_name[finding.name], fused)]

@@ -34,7 +34,7 @@ class ExpertsSettings(NamedTuple):
 
 def match(module: nn.Module) -> Match:
     products = [child for child in own(module._modules).values() if _is_one_product(child)]
-    stacked = [p for p in own(module._parameters).values() if len(_probe.shape_of(p)) == 3]
+    stacked = [p for p in own(module._parameters).values() if _is_stack(_probe.shape_of(p))]
     named = any(argument.name == "top_k_index" for argument in arguments_of(module))
     return "sure" if len(stacked) >= 2 or len(products) >= 2 or named or _is_one_product(module) else "no"
 
@@ -42,7 +42,12 @@ def match(module: nn.Module) -> Match:
 def _is_one_product(module: nn.Module) -> bool:
     """Whether it multiplies by a stack of matrices; a convolution has such a weight too, but takes one input."""
     shapes = [_probe.shape_of(p) for p in own(module._parameters).values()]
-    return len(shapes) == 1 and len(shapes[0]) == 3 and len(arguments_of(module)) >= 2
+    return len(shapes) == 1 and _is_stack(shapes[0]) and len(arguments_of(module)) >= 2
+
+
+def _is_stack(shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is matrices of several experts; learned tokens and positions have a first axis of 1."""
+    return len(shape) == 3 and shape[0] > 1
 
 
 class _Experts:

@@ -227,6 +227,8 @@ def sizes_of(module: nn.Module | None) -> tuple[int, int] | None:
 def _described(value: Any, memo: dict[int, str]) -> Any:
     if isinstance(value, (*_SCALARS, *_FUNCTIONS)):
         return type(value), value
+    if isinstance(value, functools.partial):
+        return _described((value.func, *value.args, *sorted(value.keywords.items())), memo)
     if isinstance(value, (tuple, list)):
         inner = tuple(_described(item, memo) for item in value)
         return None if None in inner else (type(value), inner)

@@ -204,9 +204,13 @@ class Checker:
                 for k, v in self.inputs.items()
             }
             upstream = {k: list(_strided(v))[index] if v.dim() >= 1 else v for k, v in self.upstream.items()}
-            # A matrix product of strided inputs may round in another order, in the reference too.
-            low = call(self.reference, inputs, self.case.options, self.wanted, upstream)
-            used = max(used, self._compare(self._run(inputs, upstream=upstream), low))
+            run = self._run(inputs, upstream=upstream)
+            try:
+                used = max(used, self._compare(run))
+            except AssertionError:
+                # Sums over strided inputs may round in another order, in the reference too: either error is its own.
+                low = call(self.reference, inputs, self.case.options, self.wanted, upstream)
+                used = max(used, self._compare(run, low))
         return used
 
     def expanded_grad(self) -> float:

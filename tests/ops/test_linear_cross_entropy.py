@@ -618,9 +618,24 @@ def test_registered_operators_are_sound() -> None:
     for needs in ((True, True, True), (False, True, False)):
         settings = (needs, torch.float32, 0.1, 4 * 48 * 4, True, -100, 0.1, 3.0, None)
         forward, backward = torch.ops.tigon.linear_cross_entropy_fwd, torch.ops.tigon.linear_cross_entropy_bwd
-        torch.library.opcheck(forward, (*inputs, factor, factor, *settings))
-        torch.library.opcheck(forward, (*inputs, None, None, *settings))
-        out = forward(*inputs, factor, factor, *settings)
+        torch.library.opcheck(forward, (*inputs, factor, factor, factor, *settings))
+        torch.library.opcheck(forward, (*inputs, None, None, None, *settings))
+        out = forward(*inputs, factor, factor, factor, *settings)
         torch.library.opcheck(backward, (*inputs, out[2], torch.ones(5), torch.ones(5), *settings))
         pointers = Counter(t.data_ptr() for t in (*out, hidden, weight) if t.numel())
         assert max(pointers.values()) == 1
+
+
+@pytest.mark.parametrize("divisor", [3, 7, 5001])
+def test_the_divisor_costs_no_precision(divisor: int) -> None:
+    # Entries of labels next to -1 / divisor would all be rounded the same way: an error that no sum averages out.
+    hidden, weight, labels = _inputs(64, 32, 8192)
+    hidden, weight = hidden.to(torch.bfloat16), (weight / 100).to(torch.bfloat16)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    tigon.linear_cross_entropy(*leaves, labels, num_items=divisor).backward()
+    tigon.linear_cross_entropy(*wide, labels, num_items=divisor).backward()
+    for leaf, exact in zip(leaves, wide, strict=True):
+        # The projection of the error on the gradient itself: zero but for what systematic rounding leaves.
+        bias = ((leaf.grad.double() - exact.grad) * exact.grad).sum() / exact.grad.square().sum()
+        assert abs(bias) < 4e-4

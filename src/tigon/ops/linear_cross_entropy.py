@@ -9,7 +9,8 @@ Gradient, with dlogits that of cross_entropy times logit_scale:
 
 Rows are taken in chunks: the logits of one chunk are computed, turned into dlogits in place, and multiplied into
 the gradients before the next chunk overwrites them. For a scalar loss that happens in forward, up to the upstream
-gradient, which backward multiplies in; for losses of rows backward computes the logits again.
+gradient, which backward multiplies in; for losses of rows backward computes the logits again. The dlogits of a mean
+are those of a sum: times 1 / divisor the label's entries, all next to -1, would all have the same rounding error.
 
 M rows (all leading axes), D hidden size, V classes. Saved for backward: the inputs, 8 bytes a row, and for a
 scalar loss the gradients.   Source: Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from . import _op
 from ._check import require, require_floating, require_number, require_same_device
-from ._launch import as_rows, cdiv, launch
+from ._launch import as_rows, cdiv, launch, next_power_of_2
 from ._op import define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 from .cross_entropy import (
@@ -94,6 +95,21 @@ def _scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
         mask = offsets < num_elements
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         tl.store(x_ptr + offsets, x * factor, mask=mask)
+
+
+@triton.jit
+def _scale_rows_kernel(
+    x_ptr, labels_ptr, factor_ptr, y_ptr, x_stride, y_stride, num_cols, ignore_index, BLOCK: tl.constexpr
+):
+    """One program per row: y = factor * x, and zeros, whatever x holds, where the label is ignored."""
+    row = tl.program_id(0).to(tl.int64)
+    is_valid = tl.load(labels_ptr + row) != ignore_index
+    factor = tl.load(factor_ptr).to(tl.float32)
+    for start in range(0, num_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < num_cols
+        x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * y_stride + cols, tl.where(is_valid, x * factor, 0.0), mask=mask)
 
 
 # ---- operators ----
@@ -214,6 +230,24 @@ def _has_wide_product(a: Tensor) -> bool:
     return _wide_product[key]
 
 
+def _scaled_rows(h: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, has_kernel: bool) -> Tensor:
+    """`factor * h` with zeros in ignored rows: whatever these hold must not meet their dlogits, 0 * inf is NaN."""
+    ignored = labels == ignore_index
+    if has_kernel:
+        factor = h.new_ones((), dtype=torch.float32) if factor is None else factor
+        out = h.new_empty(h.shape)
+        block = min(next_power_of_2(h.shape[1]), _SCALE_BLOCK)
+        strides = h.stride(0), out.stride(0)
+        launch(_scale_rows_kernel, (h.shape[0],), h, labels, factor, out, *strides, h.shape[1], ignore_index, BLOCK=block)
+        return out
+    if factor is not None:
+        # `out` rounds once; a product with a scalar tensor would round the scalar first.
+        h = torch.mul(h, factor.expand(h.shape[0], 1), out=h.new_empty(h.shape))
+    elif h.device.type == "cpu" and not ignored.any():
+        return h
+    return h.masked_fill(ignored.unsqueeze(-1), 0.0)
+
+
 def _part(rows: Tensor | None, start: int, end: int) -> Tensor | None:
     return rows if rows is None or rows.dim() == 0 else rows[start:end]
 
@@ -229,6 +263,7 @@ def _drive(
     stats: Tensor,
     dce: Tensor | None,
     dsquares: Tensor | None,
+    factor: Tensor | None,
     needs: Sequence[bool],
     dtype: torch.dtype,
     z_loss: float,
@@ -237,11 +272,14 @@ def _drive(
     ignore_index: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """All chunks: fills `ce`, `squares`, `stats` where `ce` is given, and sums up the gradients that are needed."""
+    """All chunks: fills `ce`, `squares`, `stats` where `ce` is given, and sums up the gradients that are needed.
+
+    dweight and dbias come times `factor`, dhidden does not.
+    """
     needs_dhidden, needs_dweight, needs_dbias = needs
     device, (num_classes, width) = hidden.device, weight.shape
     is_cpu = device.type == "cpu"
-    rows, labels = as_rows(hidden), labels.reshape(-1)
+    rows, labels = as_rows(hidden), labels.reshape(-1).contiguous()
     num_rows = rows.shape[0]
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     dhidden = hidden.new_empty(hidden.shape if needs_dhidden else (0,))
@@ -259,7 +297,6 @@ def _drive(
     slice_rows = max(1, (_CPU_SLICE_LOGITS if is_cpu else _SLICE_LOGITS) // num_classes)
     # With one chunk there is nothing to add up, and the product can be rounded at once.
     is_rounded_once = num_rows <= step and weight.dtype == dtype
-    has_ignored = not is_cpu or bool((labels == ignore_index).any())
 
     for start in range(0, num_rows, max(step, 1)):
         end = min(start + step, num_rows)
@@ -293,13 +330,13 @@ def _drive(
             else:
                 out.copy_(torch.mm(logits, w))
         if needs_dweight:
-            if has_ignored:
-                # Whatever an ignored row holds must not meet its zeros: 0 * inf is NaN.
-                h = h.masked_fill((labels[start:end] == ignore_index).unsqueeze(-1), 0.0)
+            h = _scaled_rows(h, labels[start:end], factor, ignore_index, has_kernel)
             total = torch.mm(logits.t(), h) if is_rounded_once else _accumulate(total, logits.t(), h)
         if needs_dbias:
             part_sum = logits.sum(0, dtype=wide_dtype(dtype))
             dbias = part_sum if dbias is None else dbias.add_(part_sum)
+    if dbias is not None and factor is not None:
+        dbias *= factor
     return dhidden, total, dbias
 
 
@@ -347,6 +384,7 @@ def _fake_fwd(
     class_weight: Tensor | None,
     dce: Tensor | None,
     dsquares: Tensor | None,
+    factor: Tensor | None,
     needs: Sequence[bool],
     dtype: torch.dtype,
     z_loss: float,
@@ -358,7 +396,7 @@ def _fake_fwd(
 
 @define(
     "linear_cross_entropy_fwd(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight,"
-    f" Tensor? dce, Tensor? dsquares, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor? dce, Tensor? dsquares, Tensor? factor, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_fwd,
 )
 def _fwd(
@@ -369,6 +407,7 @@ def _fwd(
     class_weight: Tensor | None,
     dce: Tensor | None,
     dsquares: Tensor | None,
+    factor: Tensor | None,
     needs: Sequence[bool],
     dtype: torch.dtype,
     z_loss: float,
@@ -377,7 +416,7 @@ def _fwd(
     rows = _row_buffers(hidden, labels, dtype, z_loss)
     needs = needs if dce is not None else (False,) * 3
     inputs, settings = (hidden, weight, bias, labels, class_weight), (dtype, z_loss, *settings)
-    return *rows, *_gradients(*inputs, *rows, dce, dsquares, needs=needs, settings=settings)
+    return *rows, *_gradients(*inputs, *rows, dce, dsquares, factor, needs=needs, settings=settings)
 
 
 def _fake_bwd(
@@ -413,7 +452,7 @@ def _bwd(
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = hidden, weight, bias, labels, class_weight
-    return _gradients(*inputs, None, None, stats, dce, dsquares, needs=needs, settings=settings)
+    return _gradients(*inputs, None, None, stats, dce, dsquares, None, needs=needs, settings=settings)
 
 
 def _multiply_(x: Tensor, factor: Tensor, has_kernel: bool) -> None:
@@ -448,7 +487,7 @@ class _RowLosses(torch.autograd.Function):
         class_weight: Tensor | None,
         settings: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ce, squares, stats, *_ = _fwd(hidden, weight, bias, labels, class_weight, None, None, *settings)
+        ce, squares, stats, *_ = _fwd(hidden, weight, bias, labels, class_weight, None, None, None, *settings)
         ctx.save_for_backward(hidden, weight, bias, labels, class_weight, stats)
         ctx.settings = settings
         return (ce, squares) if settings[2] else ce
@@ -479,36 +518,43 @@ class _ScalarLoss(torch.autograd.Function):
         settings: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, ...]:
         inputs = hidden, weight, bias, labels, class_weight
-        # None where it is the divisor: a compiler refuses the same tensor twice.
-        squares_divisor = divisor if squares_divisor is None else squares_divisor
-        factors = divisor.reciprocal(), squares_divisor.reciprocal()
-        ce, squares, stats, *gradients = _fwd(*inputs, *factors, *settings)
+        one = divisor.new_ones(())
+        if squares_divisor is None:
+            dce, factor = one, divisor.reciprocal()
+        else:
+            dce, factor = squares_divisor / divisor, squares_divisor.reciprocal()
+        ce, squares, stats, *gradients = _fwd(*inputs, dce, one, factor, *settings)
         ctx.settings, ctx.is_traced = settings, is_traced
         if is_traced:
-            ctx.save_for_backward(*gradients)
+            ctx.save_for_backward(*gradients, factor)
         else:
             # Not saved tensors: backward takes them out, so that nothing else holds them when it hands them over.
             ctx.gradients = gradients
-            ctx.save_for_backward(*inputs, stats, *factors)
+            ctx.save_for_backward(*inputs, stats, dce, factor)
             ctx.set_materialize_grads(False)
-        out = reduce_rows(ce, squares if settings[2] else None, (divisor, squares_divisor), "sum", returns_z_loss)
+        divisors = divisor, divisor if squares_divisor is None else squares_divisor
+        out = reduce_rows(ce, squares if settings[2] else None, divisors, "sum", returns_z_loss)
         return tuple(out) if returns_z_loss else out  # type: ignore[return-value]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor | None, dz_loss: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if ctx.is_traced:
-            gradients = [(g.to(dloss.dtype) * dloss).to(g.dtype) for g in ctx.saved_tensors]  # type: ignore[union-attr]
+            *gradients, factor = ctx.saved_tensors
+            factors = dloss * factor, dloss, dloss  # type: ignore[operator]
+            pairs = zip(gradients, factors, strict=True)
+            gradients = [(g.to(f.dtype) * f).to(g.dtype) for g, f in pairs]
         elif ctx.gradients is not None and dloss is not None and dz_loss is None:
             gradients, ctx.gradients = ctx.gradients, None
-            for gradient in gradients:
-                _multiply_(gradient, dloss, ctx.settings[4])
+            factors = dloss * ctx.saved_tensors[-1], dloss, dloss
+            for gradient, gradient_factor in zip(gradients, factors, strict=True):
+                _multiply_(gradient, gradient_factor, ctx.settings[4])
         else:
             # The z-loss has an upstream gradient of its own, or this is not the first backward.
-            *inputs, stats, factor, squares_factor = ctx.saved_tensors
+            *inputs, stats, dce, factor = ctx.saved_tensors
             dloss = torch.zeros_like(factor) if dloss is None else dloss
             dsquares = dloss if dz_loss is None else dloss + dz_loss
-            gradients = _bwd(*inputs, stats, dloss * factor, dsquares * squares_factor, *ctx.settings)
+            gradients = _bwd(*inputs, stats, dloss * dce * factor, dsquares * factor, *ctx.settings)
         wanted = (g if is_needed else None for g, is_needed in zip(gradients, ctx.settings[0], strict=True))
         return *wanted, None, None, None, None, None, None, None
 
@@ -668,6 +714,6 @@ def linear_cross_entropy(
         out = _RowLosses.apply(*inputs, settings)
         ce, squares = out if z_loss else (out, None)
     else:
-        ce, squares, *_ = _fwd(*inputs, None, None, *settings)
+        ce, squares, *_ = _fwd(*inputs, None, None, None, *settings)
         squares = squares if z_loss else None
     return reduce_rows(ce, squares, divisors, reduction, return_z_loss)

@@ -237,8 +237,8 @@ def _scaled_rows(h: Tensor, labels: Tensor, factor: Tensor | None, ignore_index:
         factor = h.new_ones((), dtype=torch.float32) if factor is None else factor
         out = h.new_empty(h.shape)
         block = min(next_power_of_2(h.shape[1]), _SCALE_BLOCK)
-        strides = h.stride(0), out.stride(0)
-        launch(_scale_rows_kernel, (h.shape[0],), h, labels, factor, out, *strides, h.shape[1], ignore_index, BLOCK=block)
+        sizes = h.stride(0), out.stride(0), h.shape[1]
+        launch(_scale_rows_kernel, (h.shape[0],), h, labels, factor, out, *sizes, ignore_index, BLOCK=block)
         return out
     if factor is not None:
         # `out` rounds once; a product with a scalar tensor would round the scalar first.

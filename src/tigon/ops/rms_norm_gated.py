@@ -605,4 +605,5 @@ def rms_norm_gated(
             cast=cast,
         )
     # The kernels read one row of weights, which is nothing beside x.
-    return _RMSNormGated.apply(x, weight.contiguous(), gate, eps, activation, norm_before_gate, group_size, offset, cast)
+    weight = weight.contiguous()
+    return _RMSNormGated.apply(x, weight, gate, eps, activation, norm_before_gate, group_size, offset, cast)

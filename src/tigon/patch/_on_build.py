@@ -25,6 +25,19 @@ class PatchOnBuild:
         self.cls, self.options = cls, options
         self.report: Report | None = None
 
+    def start(self) -> PatchOnBuild:
+        with lock:
+            _asked.setdefault(self.cls, []).append(self)
+            init = self.cls.__dict__.get("__init__")
+            if getattr(init, "__tigon__", None) is not init or init is None:
+                patching = _patching(self.cls, self.cls.__init__, inherited=init is None)
+                self.cls.__init__ = patching  # type: ignore[method-assign]
+        return self
+
+    def built(self, model: nn.Module) -> None:
+        """What is done with a model when its `__init__` has finished."""
+        self.report = patch(model, **self.options)
+
     def remove(self) -> None:
         """Let models of the class be built as before. Models that were built stay patched."""
         with lock:
@@ -81,13 +94,7 @@ def patch_on_build(
     only, skip = (
         None if names is None else [names] if isinstance(names, str) else list(names) for names in (only, skip)
     )
-    handle = PatchOnBuild(cls, {"only": only, "skip": skip, "strict": strict})
-    with lock:
-        _asked.setdefault(cls, []).append(handle)
-        init = cls.__dict__.get("__init__")
-        if getattr(init, "__tigon__", None) is not init or init is None:
-            cls.__init__ = _patching(cls, cls.__init__, inherited=init is None)  # type: ignore[method-assign]
-    return handle
+    return PatchOnBuild(cls, {"only": only, "skip": skip, "strict": strict}).start()
 
 
 def _patching(cls: type[nn.Module], native: Callable[..., None], inherited: bool) -> Callable[..., None]:
@@ -97,7 +104,7 @@ def _patching(cls: type[nn.Module], native: Callable[..., None], inherited: bool
         # Not within the constructor of a subclass, which has not finished.
         if type(self) is cls:
             for handle in tuple(_asked.get(cls, ())):
-                handle.report = patch(self, **handle.options)
+                handle.built(self)
 
     __init__.__tigon__ = __init__  # type: ignore[attr-defined]
     __init__.__tigon_inherited__ = inherited  # type: ignore[attr-defined]

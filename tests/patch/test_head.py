@@ -156,6 +156,115 @@ def test_known_operations_are_fused_and_unknown_ones_materialise(
     assert (len(spy.fused), spy.materialised > 0) == ((1, False) if name in FUSED else (0, True))
 
 
+def with_own_cross_entropy(loss: Any) -> Any:
+    """A model forward that computes its loss itself, by `loss(logits, labels)`."""
+
+    def forward(self: nn.Module, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        # The name by which it is known that there is a loss to look at.
+        value = None if labels is None else loss(F.cross_entropy, logits, labels)
+        return CausalLMOutputWithPast(loss=value, logits=logits)
+
+    return forward
+
+
+def shifted(cross_entropy: Any, logits: Any, labels: torch.Tensor) -> Any:
+    return cross_entropy(logits[..., :-1, :].contiguous().view(-1, 61), labels[..., 1:].contiguous().view(-1))
+
+
+OWN_LOSS_FUSED = {
+    "class": lambda ce, z, y: nn.CrossEntropyLoss()(z.view(-1, 61), y.view(-1)),
+    "shifted": shifted,
+    "capped": lambda ce, z, y: ce((torch.tanh(z / 3) * 3).reshape((-1, 61)), y.reshape(-1)),
+    "sizes": lambda ce, z, y: ce(z.view(18, 61), y.view(-1).masked_fill(y.view(-1) < 0, 7), ignore_index=7),
+    "padded": lambda ce, z, y: ce(z[..., :50].view(-1, 50), y.view(-1).clamp(max=49)),
+}
+OWN_LOSS_MATERIALISED = {
+    "sum": lambda ce, z, y: ce(z.view(-1, 61), y.view(-1), reduction="sum"),
+    "smoothed": lambda ce, z, y: ce(z.view(-1, 61), y.view(-1), label_smoothing=0.1),
+    "weighted": lambda ce, z, y: ce(z.view(-1, 61), y.view(-1), weight=torch.linspace(1, 2, 61)),
+    "classes second": lambda ce, z, y: ce(z.transpose(1, 2), y),
+    "probabilities": lambda ce, z, y: ce(z.view(-1, 61), F.one_hot(y.view(-1).clamp(min=0), 61).float()),
+    "another loss": lambda ce, z, y: F.nll_loss(z.view(-1, 61).log_softmax(-1), y.view(-1)),
+}
+
+
+@pytest.mark.parametrize("name", [*OWN_LOSS_FUSED, *OWN_LOSS_MATERIALISED])
+def test_a_cross_entropy_in_the_forward_is_fused_where_it_is_the_mean(
+    name: str, build: Any, batch: Any, step: Any, assert_same_step: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("Llama")
+    loss = OWN_LOSS_FUSED.get(name) or OWN_LOSS_MATERIALISED[name]
+    monkeypatch.setattr(type(model), "forward", with_own_cross_entropy(loss))
+    native = step(model, batch)
+    assert_same_step(step(patched(model), batch), native)
+    assert (len(spy.fused), spy.materialised > 0) == ((1, False) if name in OWN_LOSS_FUSED else (0, True))
+    assert model.forward(**batch).logits is None
+    # It knows no shift_labels, so that these alone are no labels.
+    assert model(batch["input_ids"], shift_labels=batch["labels"]).loss is None
+    tigon.unpatch(model)
+    assert model(**batch).logits is not None
+    assert "_loss_function" not in model.__dict__
+
+
+def test_a_cross_entropy_in_the_forward_rounds_as_the_logits(
+    build: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("Llama").bfloat16()
+    monkeypatch.setattr(type(model), "forward", with_own_cross_entropy(shifted))
+    native = model(**batch).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = model(**batch).loss
+    patched(model)
+    torch.testing.assert_close(model(**batch).loss, native)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(**batch).loss, under_autocast, rtol=1e-2, atol=1e-2)
+
+
+def edit_after_a_slice(logits: Any) -> Any:
+    part = logits[:, :9]
+    logits.div_(3)
+    return part
+
+
+def edit_of_a_slice(logits: Any) -> Any:
+    logits[:, :4].mul_(0.1)
+    return logits
+
+
+def edit_after_columns_and_a_matrix(logits: Any) -> Any:
+    matrix = logits[..., :61].view(-1, 61)
+    logits[0] = 0.5
+    return matrix.view(2, 9, 61)
+
+
+def edit_after_a_copy(logits: Any) -> Any:
+    part = logits[:, 1:].contiguous() * 2
+    logits.zero_()
+    return torch.cat([logits[:, :1], part], 1)
+
+
+def edit_then_scale_a_slice(logits: Any) -> Any:
+    part = logits[:, :9]
+    logits.add_(1)
+    return part * torch.linspace(1, 2, 61)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [edit_after_a_slice, edit_of_a_slice, edit_after_columns_and_a_matrix, edit_after_a_copy, edit_then_scale_a_slice],
+)
+def test_edits_in_place_are_seen_where_the_memory_is_shared(
+    edit: Any, build: Any, batch: Any, step: Any, assert_same_step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("Llama")
+    monkeypatch.setattr(type(model), "forward", forward_with(edit))
+    native = step(model, batch)
+    assert_same_step(step(patched(model), batch), native)
+
+
 def test_fewer_columns_than_the_head_has_are_sliced_from_the_weight(
     build: Any, batch: Any, step: Any, assert_same_step: Any, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

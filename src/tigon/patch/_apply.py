@@ -316,7 +316,8 @@ def _loss(name: str, module: nn.Module, choice: _Choice, modules: list[tuple[str
     reason = _why_no_loss(module, head)
     if reason:
         return _Finding(name, cls, LOSS, "", "kept", reason)
-    settings = _head.ModelSettings(index, _loss_before(module))
+    shifts = _hf.calls_loss_function(type(module).forward)
+    settings = _head.ModelSettings(index, _loss_before(module), shifts=shifts)
 
     def act() -> None:
         function = _swap.like(_head.model_forward, type(module).forward)
@@ -327,7 +328,8 @@ def _loss(name: str, module: nn.Module, choice: _Choice, modules: list[tuple[str
         if not _swap.is_installed(head):
             function = _swap.like(_head.head_forward, type(head).forward)
             _swap.install(head, LOSS, "", (), function)
-        module.__dict__["_loss_function"] = _head.causal_lm_loss
+        if shifts:
+            module.__dict__["_loss_function"] = _head.causal_lm_loss
 
     return _Finding(name, cls, LOSS, "deferred logits", "replaced", "", act)
 
@@ -342,11 +344,13 @@ def _loss_before(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _why_no_loss(model: nn.Module, head: nn.Module) -> str:
-    loss = getattr(model, "loss_function", None)
-    if loss not in (_hf.native_loss(), _head.causal_lm_loss):
-        return f"its loss function is {getattr(loss, '__name__', repr(loss))}, not the causal language model loss"
-    if not _hf.calls_loss_function(type(model).forward):
-        return "its forward does not call loss_function"
+    forward = type(model).forward
+    if _hf.calls_loss_function(forward):
+        loss = getattr(model, "loss_function", None)
+        if loss not in (_hf.native_loss(), _head.causal_lm_loss):
+            return f"its loss function is {getattr(loss, '__name__', repr(loss))}, not the causal language model loss"
+    elif not _hf.calls_cross_entropy(forward):
+        return "its forward calls neither loss_function nor a cross entropy"
     if not _head.is_linear(head):
         return f"its output layer is a {type(head).__name__}, not a plain nn.Linear"
     if _hf.is_tensor_parallel(model):

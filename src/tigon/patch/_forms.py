@@ -10,7 +10,7 @@ from . import _experts, _glu, _norms
 from ._form import Form, Found, argument_of
 from ._form import is_plain as _is_plain
 
-__all__ = ["EXCEPTIONS", "FORMS", "FORM_NAMES", "Form", "Found", "_is_plain", "argument_of"]
+__all__ = ["FORMS", "FORM_NAMES", "Form", "Found", "_is_plain", "argument_of"]
 
 FORMS = (
     Form("rms_norm", _norms.match_rms_norm, _norms.verify_rms_norm, _norms.rms_norm_forward),
@@ -20,6 +20,3 @@ FORMS = (
     Form("experts", _experts.match, _experts.verify, _experts.forward),
 )
 FORM_NAMES = (*(form.name for form in FORMS), "rope", "linear_cross_entropy")
-
-# Rows of (class path, reason, test) for what the probe cannot decide. None is known.
-EXCEPTIONS: tuple[tuple[str, str, str], ...] = ()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from . import _hf
+from ._deferred import Deferred, real
 from ._forms import _is_plain
 
 
@@ -32,11 +33,11 @@ class _LogitsRequest:
     """Asks the output layer for real logits while its flag is up."""
 
 
-class DeferredLogits:
-    """Logits that are not computed yet. Not a Tensor subclass, which would break a compiled graph.
+class DeferredLogits(Deferred):
+    """Logits that are not computed yet.
 
-    Scalar factors, one tanh, casts to floating dtypes, `contiguous`, slices of rows and `[..., :n]` are recorded;
-    everything else runs on the real logits.
+    Scalar factors, one tanh, casts to floating dtypes, `contiguous`, slices of rows, `[..., :n]` and views as a matrix
+    are recorded, and the mean cross entropy of a matrix is fused; everything else runs on the real logits.
     """
 
     def __init__(self, head: nn.Module, hidden: Tensor, dtype: torch.dtype) -> None:
@@ -44,25 +45,46 @@ class DeferredLogits:
         self.shape = torch.Size((*hidden.shape[:-1], head.out_features))
         self.device = hidden.device
         self.operations: tuple[tuple[str, Any], ...] = ()
-        self.real: Tensor | None = None
+        self.formed: Tensor | None = None
+        # Logits that these are a view of, and how: an edit in place of the ones is seen in the others.
+        self.view_of: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = None
 
-    def _then(self, name: str, value: Any, dtype: torch.dtype | None = None, columns: int | None = None) -> Any:
+    @property
+    def real(self) -> Tensor | None:
+        """The real logits, where they, or what they are a view of, were formed."""
+        if self.formed is None and self.view_of is not None and self.view_of[0].real is not None:
+            base, view = self.view_of
+            self.formed = view(base.real)  # type: ignore[arg-type]
+        return self.formed
+
+    def _with(self, hidden: Tensor, columns: int, view: Callable[[Tensor], Tensor] | None = None) -> DeferredLogits:
+        """These logits of other hidden states, in the same memory if `view` says where."""
+        after = DeferredLogits(self.head, hidden, self.dtype)
+        after.operations, after.shape = self.operations, torch.Size((*hidden.shape[:-1], columns))
+        after.view_of = None if view is None else (self, view)
+        return after
+
+    def _then(self, name: str, value: Any, dtype: torch.dtype | None = None) -> Any:
         """These logits after one more operation."""
         if self.real is not None:
             return _OPERATIONS[name](self.real, value)
-        after = DeferredLogits(self.head, self.hidden, dtype or self.dtype)
-        after.operations = (*self.operations, (name, value))
-        after.shape = self.shape if columns is None else torch.Size((*self.shape[:-1], columns))
+        after = self._with(self.hidden, self.shape[-1])
+        after.operations, after.dtype = (*self.operations, (name, value)), dtype or self.dtype
         return after
 
     def materialise(self) -> Tensor:
         """The real logits, from the output layer itself; computed once."""
-        if self.real is None:
-            logits = self.head(self.hidden, _request=_LogitsRequest())
-            for name, value in self.operations:
-                logits = _OPERATIONS[name](logits, value)
-            self.real = logits
-        return self.real
+        if self.real is not None:
+            return self.real
+        if self.view_of is not None:
+            base, view = self.view_of
+            self.formed = view(base.materialise())
+            return self.formed
+        logits = self.head(self.hidden, _request=_LogitsRequest())
+        for name, value in self.operations:
+            logits = _OPERATIONS[name](logits, value)
+        self.formed = logits
+        return logits
 
     def plan(self) -> tuple[dict[str, Any], int | None] | None:
         """Options of the fused loss and the number of columns, or None where it has no such form."""
@@ -93,18 +115,21 @@ class DeferredLogits:
     # ---- what is recorded ----
 
     def __mul__(self, other: Any) -> Any:
-        return self._then("mul", other) if _is_number(other) else self.materialise() * _real(other)
+        return self._then("mul", other) if _is_number(other) else self.materialise() * real(other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        return self._then("div", other) if _is_number(other) else self.materialise() / _real(other)
+        return self._then("div", other) if _is_number(other) else self.materialise() / real(other)
 
     def tanh(self) -> Any:
         return self._then("tanh", None)
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Any:
-        return self if self.real is None else self.real.contiguous(*args, **kwargs)
+        if self.real is not None or args or kwargs:
+            return self.materialise().contiguous(*args, **kwargs)
+        # Of a part it is a copy, which sees no later edit.
+        return self if self.view_of is None else self._with(self.hidden, self.shape[-1])
 
     def float(self) -> Any:
         return self.to(torch.float32)
@@ -124,13 +149,26 @@ class DeferredLogits:
         if axes is None or any(axis != slice(None) for axis in axes[-1:]):
             stop = axes[-1].stop if axes and all(axis == slice(None) for axis in axes[:-1]) else None
             if type(stop) is int and 0 < stop <= self.shape[-1] and axes and axes[-1] == slice(stop):
-                return self._then("slice", stop, columns=stop)
+                after = self._with(self.hidden, stop, lambda logits: logits[..., :stop])
+                after.operations = (*self.operations, ("slice", stop))
+                return after
             return self.materialise()[index]
         # Rows of the logits are the logits of these rows.
-        after = DeferredLogits(self.head, self.hidden[axes], self.dtype)
-        after.operations = self.operations
-        after.shape = torch.Size((*after.hidden.shape[:-1], self.shape[-1]))
-        return after
+        return self._with(self.hidden[axes], self.shape[-1], lambda logits: logits[index])
+
+    def view(self, *shape: Any) -> Any:
+        return self._as_matrix("view", shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        return self._as_matrix("reshape", shape)
+
+    def _as_matrix(self, name: str, shape: tuple[Any, ...]) -> Any:
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        rows = self.shape[:-1].numel()
+        if self.real is None and sizes in ((-1, self.shape[-1]), (rows, self.shape[-1]), (rows, -1)):
+            hidden = self.hidden.reshape(rows, self.hidden.shape[-1])
+            return self._with(hidden, self.shape[-1], lambda logits: getattr(logits, name)(*shape))
+        return getattr(self.materialise(), name)(*shape)
 
     def _slices(self, index: Any) -> tuple[slice, ...] | None:
         """One slice for every axis, or None for an index of another kind."""
@@ -143,52 +181,36 @@ class DeferredLogits:
             return None
         return (*before, *[slice(None)] * missing, *after)
 
-    # ---- what looks like a tensor ----
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def noted(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
-        return func(*_real(args), **_real(kwargs or {}))
-
-    def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask an object without state for their hooks.
-        if name.startswith("__") or "hidden" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.materialise(), name)
+        return _cross_entropy(*args, **kwargs) if func is F.cross_entropy else NotImplemented
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    def call(self: DeferredLogits, *args: Any) -> Any:
-        return getattr(self.materialise(), name)(*_real(args))
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`torch.nn.functional.cross_entropy` of deferred logits, NotImplemented where it is not the fused loss."""
+    usual = weight is None and size_average is None and reduce is None and reduction == "mean" and label_smoothing == 0
+    if not usual or not isinstance(input, DeferredLogits) or not _is_plain(target) or not isinstance(target, Tensor):
+        return NotImplemented
+    planned = input.plan() if input.ndim == 2 and target.shape == input.shape[:1] else None
+    if planned is None or target.dtype != torch.int64:
+        return NotImplemented
+    loss = input.head(
+        input.hidden, _request=_LossRequest(target, {**planned[0], "ignore_index": ignore_index}, planned[1])
+    )
+    # It rounds as the logits do, unless autocast says otherwise.
+    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
-    call.__name__ = name
-    return call
-
-
-_BINARY = ("add", "sub", "pow", "matmul", "floordiv", "mod", "and", "or", "xor")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_UNARY = ("neg", "pos", "abs", "invert", "bool", "int", "float", "iter", "contains", "setitem")
-_IN_PLACE = ("itruediv", "imul", "iadd", "isub", "ipow")
-for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "rtruediv", *_COMPARISONS, *_UNARY, *_IN_PLACE):
-    setattr(DeferredLogits, f"__{_name}__", _forwarded(f"__{_name}__"))
-# __eq__ alone would make it unhashable, which a tensor is not.
-DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 _OPERATIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "mul": lambda logits, value: logits * value,
@@ -201,17 +223,6 @@ _OPERATIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and value != 0
-
-
-def _real(value: Any) -> Any:
-    """`value` with every deferred logits in it materialised."""
-    if isinstance(value, DeferredLogits):
-        return value.materialise()
-    if type(value) in (tuple, list):
-        return type(value)(_real(item) for item in value)
-    if type(value) is dict:
-        return {key: _real(item) for key, item in value.items()}
-    return value
 
 
 # ---- the three functions that are put on a model ----
@@ -260,7 +271,7 @@ def causal_lm_loss(
     rows = None if planned is None else (labels if shift_labels is None else shift_labels)
     if rows is None or logits.shape[-1] != vocab_size or rows.numel() != logits.shape[:-1].numel():
         return _hf.native_loss()(
-            _real(logits), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            real(logits), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
     if shift_labels is None:
         rows = F.pad(rows, (0, 1), value=ignore_index)[..., 1:]
@@ -277,13 +288,15 @@ class ModelSettings(NamedTuple):
 
     `own_loss` is False for a model that only holds language models: it sees their outputs off. It has no
     `labels_index` where it does more with labels than hand them on. `inner` are the names, from this model, of the
-    patched language models within it.
+    patched language models within it. `shifts` is False for a forward that has its cross entropy in itself: it knows
+    no shift_labels.
     """
 
     labels_index: int | None
     loss_before: tuple[Any, ...]
     own_loss: bool = True
     inner: tuple[str, ...] = ()
+    shifts: bool = True
 
 
 def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
@@ -300,7 +313,7 @@ def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, 
     index, labels = settings.labels_index, None
     if index is not None:
         labels = args[index] if len(args) > index else kwargs.get("labels")
-    if outer is None and index is not None and labels is None and len(args) <= index:
+    if outer is None and settings.shifts and index is not None and labels is None and len(args) <= index:
         # Models compute the loss only when they see labels; with shift_labels they do not read them.
         labels = kwargs.get("shift_labels")
         if labels is not None:

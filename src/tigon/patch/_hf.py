@@ -46,6 +46,11 @@ def calls_loss_function(forward: Callable[..., Any]) -> bool:
     return "loss_function" in names or "super" in names
 
 
+def calls_cross_entropy(forward: Callable[..., Any]) -> bool:
+    """Whether a forward computes its loss with torch's cross entropy, whose mean is that of `loss_function`."""
+    return bool({"CrossEntropyLoss", "cross_entropy"} & set(_names_in(forward)))
+
+
 def computes_a_loss(forward: Callable[..., Any]) -> bool:
     """Whether a forward computes a loss in any way; one that only reads `loss` from an inner output does not."""
     names = [name.lower() for name in _names_in(forward)]

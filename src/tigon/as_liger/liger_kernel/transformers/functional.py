@@ -1,0 +1,165 @@
+"""The operators as functions in Liger-Kernel's argument orders."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tigon.ops._check import require
+
+from .. import _losses
+from .._losses import CrossEntropyOutput
+from .._missing import missing_from
+from ..ops import (
+    LigerFusedAddRMSNormFunction,
+    LigerGELUMulFunction,
+    LigerLayerNormFunction,
+    LigerQwen2VLMRopeFunction,
+    LigerReLUSquaredFunction,
+    LigerRMSNormFunction,
+    LigerRopeFunction,
+    LigerSiLUMulFunction,
+)
+
+__all__ = [
+    "CrossEntropyOutput",
+    "liger_cross_entropy",
+    "liger_fused_add_rms_norm",
+    "liger_fused_linear_cross_entropy",
+    "liger_geglu",
+    "liger_layer_norm",
+    "liger_qwen2vl_mrope",
+    "liger_relu_squared",
+    "liger_rms_norm",
+    "liger_rope",
+    "liger_swiglu",
+]
+__getattr__ = missing_from(__name__)
+
+
+def liger_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    require(input.dim() <= 2, "liger_cross_entropy", "input", "classes on the last of at most two axes", input.shape)
+    for option, value in (("size_average", size_average), ("reduce", reduce)):
+        require(value is None, "liger_cross_entropy", option, "None; `reduction` says it", value)
+    return _losses.of_logits(
+        input,
+        target,
+        weight,
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
+        return_z_loss,
+        return_token_accuracy,
+        return_predicted_tokens,
+    ).as_asked()
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: float = 1,
+) -> Tensor | CrossEntropyOutput:
+    return _losses.of_hidden(
+        input,
+        weight,
+        target,
+        bias,
+        ce_weight,
+        ignore_index,
+        lse_square_scale,
+        label_smoothing,
+        reduction,
+        softcap,
+        return_z_loss,
+        accum_dtype,
+        use_token_scaling,
+        return_token_accuracy,
+        return_predicted_tokens,
+        chunk_mem_const,
+    ).as_asked()
+
+
+def liger_rms_norm(
+    X: Tensor,
+    W: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> Tensor:
+    return LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode, in_place)
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor,
+    R: Tensor,
+    W: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> tuple[Tensor, Tensor]:
+    return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)
+
+
+def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
+    return LigerLayerNormFunction.apply(X, W, B, eps)
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    return LigerSiLUMulFunction.apply(a, b)
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    return LigerGELUMulFunction.apply(a, b)
+
+
+def liger_relu_squared(x: Tensor) -> Tensor:
+    return LigerReLUSquaredFunction.apply(x)
+
+
+def liger_rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
+
+
+def liger_qwen2vl_mrope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: list[int], unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    return LigerQwen2VLMRopeFunction.apply(q, k, cos, sin, mrope_section, unsqueeze_dim)

@@ -9,7 +9,7 @@ from .store import Row, read
 
 OURS, PRODUCTS = "tigon", "matrix_products"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
-_SHOWN = ("tigon", "liger", "torch_compile", "torch_builtin", "torch_eager")
+_SHOWN = ("tigon", "liger", "quack", "torch_compile", "torch_builtin", "torch_eager")
 
 
 def rows_in(folder: Path) -> list[Row]:
@@ -31,14 +31,14 @@ def _size(row: Row) -> str:
 def text_table(rows: Sequence[Row]) -> str:
     """One line an implementation, for a terminal."""
     lines = [
-        f"{'op':22}{'case':20}{'mode':10}{'implementation':16}{'device ms':>10}{'spread':>16}{'host ms':>9}"
-        f"{'peak MiB':>10}{'GB/s':>8}{'% roof':>8}{'budget':>8}"
+        f"{'op':22}{'case':20}{'mode':10}{'implementation':16}{'device ms':>10}{'spread':>16}{'graph ms':>10}"
+        f"{'host ms':>9}{'peak MiB':>10}{'GB/s':>8}{'% roof':>8}{'% graph':>8}{'budget':>8}"
     ]
     for row in rows:
         lines.append(
             f"{row.op:22}{row.case:20}{row.mode:10}{row.implementation:16}{row.device_ms:10.4f}"
-            f"{f'{row.low_ms:.3f}-{row.high_ms:.3f}':>16}{row.host_ms:9.3f}{row.peak_mib:10.1f}{row.gbps:8.0f}"
-            f"{row.percent_of_roof:8.1f}{row.budget_used:8.2f}"
+            f"{f'{row.low_ms:.3f}-{row.high_ms:.3f}':>16}{row.graph_ms:10.4f}{row.host_ms:9.3f}{row.peak_mib:10.1f}"
+            f"{row.gbps:8.0f}{row.percent_of_roof:8.1f}{row.graph_percent:8.1f}{row.budget_used:8.2f}"
         )
     return "\n".join(lines)
 
@@ -101,7 +101,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     grouped = {case: found for (_, case, mode), found in _cases(rows).items() if mode == "both" and OURS in found}
     names = [n for n in _SHOWN if any(n in found for found in grouped.values())]
-    colors = dict(zip(_SHOWN, ("#d1495b", "#30638e", "#edae49", "#66a182", "#8d96a3"), strict=True))
+    colors = dict(zip(_SHOWN, ("#d1495b", "#30638e", "#7d5ba6", "#edae49", "#66a182", "#8d96a3"), strict=True))
     figure, axes = plt.subplots(figsize=(max(6.0, 1.9 * len(grouped) + 1.5), 4.2), layout="constrained")
     width = 0.8 / len(names)
     for index, name in enumerate(names):

@@ -17,13 +17,15 @@ from ..testing.budget import measure
 from ..testing.check import Checker, Run, call, flatten
 from .peers import Peer
 from .store import Row, environment, version_of
-from .timing import Timing, copy_gbps, device_times, host_times, peak_mib
+from .timing import Timing, capture, copy_gbps, device_times, graph_times, host_times, peak_mib
 
 MODES = ("forward", "backward", "both")
 OURS = "tigon"
 # Absent tensors that every implementation has a parameter for; other absent ones are left out of the call.
 _POSITIONAL = ("weight", "up", "k")
 PRODUCTS = "matrix_products"
+# A graph holds so many calls that their inputs are several times the cache, and takes no more memory than this.
+_REPLICA_BYTES, _MAX_GRAPH_BYTES, _MAX_REPLICAS = 512 * 2**20, 24 * 2**30, 12
 
 
 class Contestant:
@@ -34,6 +36,10 @@ class Contestant:
         # Kept apart so that an implementation which writes into its inputs cannot spoil the next launch.
         self.master = {k: v for k, v in checker.inputs.items() if v is not None or k in _POSITIONAL}
         self.inputs: dict[str, Tensor | None] = {}
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(v.numel() * v.element_size() for v in self.master.values() if isinstance(v, Tensor))
 
     def _fresh(self) -> None:
         if not self.inputs:
@@ -175,12 +181,20 @@ def measure_case(
         prepare: Mapping[str, Any] = {name: (lambda c=c, m=mode: c.prepare(m)) for name, c in ready.items()}
         device = device_times(prepare, rounds=rounds)
         host = host_times(prepare, rounds=rounds)
+        graphs = _graphs(ready, mode, max(peaks.values()), rounds, say)
+        gc.collect()
+        torch.cuda.empty_cache()
         moved = {"forward": cost.forward_bytes, "backward": cost.backward_bytes}.get(
             mode, cost.forward_bytes + cost.backward_bytes
         )
         for name, timing in device.items():
             gbps = 0.0 if cost.forward_flops else moved / timing.median_ms * 1e-6
             roof = _percent(timing, device.get(PRODUCTS), gbps, roof_gbps, mode)
+            graph = graphs.get(name)
+            graph_roof = 0.0
+            if graph is not None:
+                graph_gbps = gbps * timing.median_ms / graph.median_ms
+                graph_roof = _percent(graph, graphs.get(PRODUCTS), graph_gbps, roof_gbps, mode)
             yield Row(
                 op=spec.name,
                 case=case.name,
@@ -197,8 +211,37 @@ def measure_case(
                 gbps=round(gbps, 1),
                 percent_of_roof=round(roof, 1),
                 budget_used=round(used[name], 3),
+                graph_ms=0.0 if graph is None else round(graph.median_ms, 4),
+                graph_percent=round(graph_roof, 1),
                 **environment(command),
             )
+
+
+def _graphs(
+    ready: Mapping[str, Contestant], mode: str, peak_mib: float, rounds: int, say: Callable[[str], None]
+) -> dict[str, Timing]:
+    """Kernel times in graph replay of all that can be captured."""
+    bytes_a_call = next(iter(ready.values())).input_bytes
+    wanted = min(_MAX_REPLICAS, 1 + _REPLICA_BYTES // max(bytes_a_call, 1))
+    fits = int(_MAX_GRAPH_BYTES // (2 * bytes_a_call + peak_mib * 2**20)) // max(len(ready), 1)
+    count = max(1, min(wanted, fits))
+    captured: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    kept = []
+    for name, contestant in ready.items():
+
+        def replicas(contestant: Contestant = contestant) -> list[Callable[[], Any]]:
+            copies = [Contestant(contestant.function, contestant.checker) for _ in range(count)]
+            return [copy.prepare(mode) for copy in copies]
+
+        try:
+            graph, num_calls, alive = capture(lambda c=contestant: c.prepare(mode), replicas)  # type: ignore[misc]
+        except Exception as error:
+            torch.cuda.synchronize()
+            say(f"{name}: no graph of {mode}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            continue
+        captured[name] = graph, num_calls
+        kept.append(alive)
+    return graph_times(captured, rounds=rounds)
 
 
 def _percent(timing: Timing, products: Timing | None, gbps: float, roof_gbps: float, mode: str) -> float:

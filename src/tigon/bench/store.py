@@ -23,9 +23,12 @@ class Row:
         mode: "forward", "backward" or "both".
         device_ms: median kernel time with a cold cache; `low_ms` and `high_ms` are the 10th and 90th percentile.
         host_ms: median time until the call returns.
+        graph_ms: median kernel time of one call in the replay of a CUDA graph, cold cache; 0 where it cannot be
+            captured.
         peak_mib: memory above the inputs during forward and backward.
         gbps: bytes that must move over `device_ms`; 0 for operators bound by matrix products.
         percent_of_roof: of the copy bandwidth, or of the matrix products alone, measured in the same run.
+        graph_percent: the same for `graph_ms`.
         budget_used: error as a share of what the error budget allows; above 1 the result is not exact enough.
     """
 
@@ -50,6 +53,8 @@ class Row:
     commit: str
     date: str
     command: str
+    graph_ms: float = 0.0
+    graph_percent: float = 0.0
 
 
 def environment(command: str) -> dict[str, str]:

@@ -55,6 +55,49 @@ def device_times(
     return {name: _spread(values) for name, values in samples.items()}
 
 
+def graph_times(
+    captured: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], *, rounds: int = 25, warmup: int = 3
+) -> dict[str, Timing]:
+    """Device time of one of the calls that each graph holds, all graphs replayed in turn in every round."""
+    flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
+    samples: dict[str, list[float]] = {name: [] for name in captured}
+    for index in range(rounds + warmup):
+        for name, (graph, num_calls) in captured.items():
+            torch.cuda.synchronize()
+            flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if index >= warmup:
+                samples[name].append(start.elapsed_time(end) / num_calls)
+    return {name: _spread(values) for name, values in samples.items()}
+
+
+def capture(
+    ready: Callable[[], Callable[[], Any]], replicas: Callable[[], list[Callable[[], Any]]]
+) -> tuple[torch.cuda.CUDAGraph, int, Any]:
+    """One graph of the calls that `replicas()` returns, each on inputs of its own: none finds another's in the cache.
+
+    `ready()()` runs before, so that nothing is compiled or allocated for the first time inside the graph. The last
+    value must be kept as long as the graph: what the calls read and returned.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    # A backward runs on the stream of its forward, which must be the one that is captured.
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            ready()()
+        calls = replicas()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = [call() for call in calls]
+    torch.cuda.synchronize()
+    return graph, len(calls), (calls, kept)
+
+
 def host_times(
     prepare: Mapping[str, Callable[[], Callable[[], Any]]], *, rounds: int = 30, warmup: int = 5
 ) -> dict[str, Timing]:

@@ -25,6 +25,7 @@ from ._check import require, require_floating, require_same_device
 from ._device import num_sms
 from ._launch import as_rows, cdiv, launch, next_power_of_2, pipeline_stages
 from ._op import define, once_differentiable, op, runs_reference
+from ._partials import sum_partials
 from ._triton import tl, triton
 
 # ---- reference ----
@@ -448,11 +449,7 @@ def _bwd(
                 num_warps=num_warps,
             )
     if needs_dw or needs_db:
-        sums = partial.sum(1)
-        if needs_dw:
-            dw.copy_(sums[0])
-        if needs_db:
-            db.copy_(sums[-1])
+        sum_partials(partial, dw if needs_dw else db, db if needs_dw and needs_db else None)
     return dx, dw, db
 
 

@@ -25,6 +25,7 @@ from ._check import require, require_floating, require_one_of, require_same_devi
 from ._device import num_sms
 from ._launch import as_rows, cdiv, column_groups, launch, next_power_of_2, pipeline_stages
 from ._op import define, once_differentiable, op, runs_reference
+from ._partials import sum_partials
 from ._triton import tl, triton
 
 Cast = Literal["cast_then_scale", "scale_then_cast", "cast_rstd", "cast_to_weight", "none"]
@@ -552,7 +553,7 @@ def _bwd(
                 num_warps=num_warps,
             )
     if needs_dw:
-        dw.copy_(partial.sum(0))
+        sum_partials(partial, dw)
     return ds, dw
 
 

@@ -27,6 +27,7 @@ from ._check import require, require_floating, require_one_of, require_same_devi
 from ._device import num_sms
 from ._launch import as_rows, cdiv, column_groups, launch, next_power_of_2, pipeline_stages
 from ._op import define, once_differentiable, op, runs_reference
+from ._partials import sum_partials
 from ._triton import tl, triton
 from .glu import ACTIVATIONS
 
@@ -503,7 +504,7 @@ def _bwd(
         **({} if wide else {"BLOCK_M": block_m, "STAGES": pipeline_stages(bytes_a_tile)}),
     )
     if needs_dw:
-        dw.copy_(partial.sum(0))
+        sum_partials(partial, dw)
     return dx, dw, dgate
 
 

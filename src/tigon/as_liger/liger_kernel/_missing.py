@@ -110,7 +110,7 @@ FEATURES = (
         "one implementation of each operator, chosen by tigon.backend",
         "available_backends available_impls get_backend get_impl set_backend set_impl infer_device_arch"
         " get_total_gpu_memory transformers_version_dispatch",
-        "backends testing triton env_report",
+        "backends env_report ops.backends ops.cute ops.cutedsl ops.cutile testing triton",
     ),
     Feature(
         "no forwards of models; tigon.patch(model) fuses the loss of the model's own forward, sharded or not",

@@ -1,4 +1,4 @@
-"""What is answered computes what the plain torch form computes, forward and backward, in Liger-Kernel's argument order."""
+"""What is answered computes what the plain torch form computes, forward and backward, in the same argument order."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from .rms_norm import LigerRMSNorm
 
 logger = logging.getLogger("tigon")
 
+_GATED = ("swiglu", "geglu")
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 # For a model that there is no function for: everything that there is a form of.
 _EVERYTHING = dict.fromkeys(FORMS_OF, True)
@@ -55,11 +56,18 @@ def _chosen(name: str, given: dict[str, Any]) -> dict[str, bool]:
     """What to do: the defaults and what was said; of the two losses the one that was asked for.
 
     Raises:
-        ValueError: both losses were asked for, or one whose function was replaced.
+        ValueError: both losses were asked for, or one whose function was replaced, or one kind of gated MLP only
+            where there may be both.
     """
     if all(given.get(loss) for loss in _LOSSES):
         raise ValueError("cross_entropy and fused_linear_cross_entropy cannot both be True")
-    chosen = {**_flags(name), **given}
+    flags = _flags(name)
+    chosen = {**flags, **given}
+    kinds = {kind: bool(given[kind]) for kind in _GATED if kind in given}
+    if kinds and all(kind in flags for kind in _GATED):
+        if len(set(kinds.values())) > 1:
+            raise ValueError(f"{name}: swiglu and geglu: expected one value, as they are one form, got {kinds}")
+        chosen.update(dict.fromkeys(_GATED, next(iter(kinds.values()))))
     for loss, other in (_LOSSES, _LOSSES[::-1]):
         if given.get(loss):
             chosen[other] = False

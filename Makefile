@@ -48,7 +48,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
-	$(BIN)/codespell src tests examples tools benchmarks *.md
+	$(BIN)/codespell src compat tests docs examples tools benchmarks *.md
 
 fix: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -56,4 +56,4 @@ fix: $(STAMP)
 
 clean:
 	rm -rf $(VENV) $(NEWEST) demo-output build dist .pytest_cache .ruff_cache .hypothesis
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src compat tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -184,3 +184,10 @@ def test_models_written_with_the_modules() -> None:
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(head(plain), labels))
     assert norm.variance_epsilon == 1e-5
     assert all(p.grad is not None for module in (norm, mlp, head) for p in module.parameters())
+
+
+def test_the_benchmark_does_not_take_it_for_liger() -> None:
+    from tigon.bench.peers import liger
+
+    with pytest.raises(NotImplementedError, match="tigon's own"):
+        liger._ops()

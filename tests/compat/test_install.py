@@ -79,6 +79,7 @@ def test_who_asked_too_early_may_ask_again(unnamed: Any) -> None:
 
 def test_with_the_distribution(tmp_path: Path) -> None:
     """Installed as a user does, but for the network: it has nothing but the name and the version."""
+    pytest.importorskip("setuptools")
     copy, site = tmp_path / "source", tmp_path / "site"
     shutil.copytree(SHIM, copy)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]

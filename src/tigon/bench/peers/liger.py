@@ -13,7 +13,9 @@ def _ops() -> Any:
     # Imported when measured: importing it touches CUDA.
     import liger_kernel.ops as ops
 
-    return ops
+    if hasattr(ops.LigerRMSNormFunction, "forward"):
+        return ops
+    raise NotImplementedError("the liger_kernel installed here is tigon's own")
 
 
 _CASTING = {"cast_then_scale": "llama", "scale_then_cast": "gemma", "none": "none"}

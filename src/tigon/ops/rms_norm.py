@@ -361,19 +361,20 @@ _MAX_BWD_BLOCK = 8192
 
 
 def _fwd_blocks(num_cols: int) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N, num_warps: about 4096 elements a program, so that a thread holds 32."""
+    """BLOCK_M, BLOCK_N, num_warps: 16 elements a thread, four warps or more (MEASURED.md)."""
     block_n = min(next_power_of_2(num_cols), _MAX_FWD_BLOCK)
-    block_m = max(1, 4096 // block_n)
-    return block_m, block_n, 4 if block_n <= 4096 else 8 if block_n <= 8192 else 16
+    block_m = max(1, 2048 // block_n)
+    return block_m, block_n, min(16, block_m * block_n // 512)
 
 
 def _bwd_blocks(num_cols: int) -> tuple[int, int, int, int]:
     """BLOCK_M, BLOCK_N, num_warps, programs per multiprocessor of the persistent backward.
 
-    8192 elements, 32 a thread: of 2048 to 16384 the fastest on an H200 for 128 to 8192 columns (MEASURED.md).
+    32 elements a thread. Twice as many programs of half the size divide the rows more evenly, which around 1024
+    columns is faster; with more rows a tile the sums over columns get in the way (MEASURED.md).
     """
     block_n = next_power_of_2(num_cols)
-    return 8192 // block_n, block_n, 8, 2 if block_n <= 256 else 1
+    return (4096 // block_n, block_n, 4, 2) if 256 < block_n <= 1024 else (8192 // block_n, block_n, 8, 1)
 
 
 def _fake_fwd(

@@ -92,9 +92,10 @@ def _rotate_heads(
     y_stride_h,
     y_stride_s,
     batch,
-    heads,
+    first_head,
+    last_head,
     tokens,
-    mask,
+    token_mask,
     c1,
     s1,
     c2,
@@ -104,37 +105,43 @@ def _rotate_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     TAIL: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    x_rows = x_ptr + batch * x_stride_b + (heads * x_stride_h + tokens * x_stride_s)[:, None]
-    y_rows = y_ptr + batch * y_stride_b + (heads * y_stride_h + tokens * y_stride_s)[:, None]
-    if REST > 0:
-        rest = tl.arange(0, BLOCK_REST)[None, :] + (0 if TAIL else 2 * HALF)
-        rest_mask = mask & (rest < REST + (0 if TAIL else 2 * HALF))
-        # Not through fp32, which would change the payload of a NaN.
-        kept = tl.load(x_rows + rest, mask=rest_mask)
-        tl.store(y_rows + rest, kept, mask=rest_mask)
-        if TAIL:
-            x_rows += REST
-            y_rows += REST
     cols = tl.arange(0, BLOCK_R)[None, :]
     both = tl.arange(0, 2 * BLOCK_R)[None, :]
-    if PAIRS_IN:
-        x = tl.load(x_rows + both, mask=mask & (both < 2 * HALF), other=0.0).to(tl.float32)
-        x1, x2 = tl.split(tl.reshape(x, (ROWS, BLOCK_R, 2)))
-    else:
-        x1 = tl.load(x_rows + cols, mask=mask & (cols < HALF), other=0.0).to(tl.float32)
-        x2 = tl.load(x_rows + HALF + cols, mask=mask & (cols < HALF), other=0.0).to(tl.float32)
-    y1 = x1 * c1 - x2 * s1
-    y2 = x2 * c2 + x1 * s2
-    if PAIRS_OUT:
-        y = tl.reshape(tl.join(y1, y2), (ROWS, 2 * BLOCK_R))
-        tl.store(y_rows + both, y, mask=mask & (both < 2 * HALF))
-    else:
-        tl.store(y_rows + cols, y1, mask=mask & (cols < HALF))
-        tl.store(y_rows + HALF + cols, y2, mask=mask & (cols < HALF))
+    mask = token_mask & (cols < HALF)
+    both_mask = token_mask & (both < 2 * HALF)
+    x_tokens = x_ptr + batch * x_stride_b + (tokens * x_stride_s)[:, None]
+    y_tokens = y_ptr + batch * y_stride_b + (tokens * y_stride_s)[:, None]
+    for head in tl.range(first_head, last_head, num_stages=STAGES):
+        x_rows = x_tokens + tl.cast(head, tl.int64) * x_stride_h
+        y_rows = y_tokens + tl.cast(head, tl.int64) * y_stride_h
+        if REST > 0:
+            rest = tl.arange(0, BLOCK_REST)[None, :] + (0 if TAIL else 2 * HALF)
+            rest_mask = token_mask & (rest < REST + (0 if TAIL else 2 * HALF))
+            # Not through fp32, which would change the payload of a NaN.
+            kept = tl.load(x_rows + rest, mask=rest_mask)
+            tl.store(y_rows + rest, kept, mask=rest_mask)
+            if TAIL:
+                x_rows += REST
+                y_rows += REST
+        if PAIRS_IN:
+            x = tl.load(x_rows + both, mask=both_mask, other=0.0).to(tl.float32)
+            x1, x2 = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_R, 2)))
+        else:
+            x1 = tl.load(x_rows + cols, mask=mask, other=0.0).to(tl.float32)
+            x2 = tl.load(x_rows + HALF + cols, mask=mask, other=0.0).to(tl.float32)
+        y1 = x1 * c1 - x2 * s1
+        y2 = x2 * c2 + x1 * s2
+        if PAIRS_OUT:
+            y = tl.reshape(tl.join(y1, y2), (BLOCK_T, 2 * BLOCK_R))
+            tl.store(y_rows + both, y, mask=both_mask)
+        else:
+            tl.store(y_rows + cols, y1, mask=mask)
+            tl.store(y_rows + HALF + cols, y2, mask=mask)
 
 
 @triton.jit
@@ -180,8 +187,12 @@ def _rope_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One program per BLOCK_T tokens of a sequence and BLOCK_H heads of q or of k, head groups fastest."""
+    """One program per BLOCK_T tokens of a sequence and BLOCK_H heads of q or of k, head groups fastest.
+
+    The tables stay in registers from head to head, while the next heads are on their way.
+    """
     q_groups = tl.cdiv(num_q_heads, BLOCK_H)
     num_groups = q_groups
     if HAS_K:
@@ -191,12 +202,8 @@ def _rope_kernel(
     blocks_per_sequence = tl.cdiv(num_tokens, BLOCK_T)
     batch = (token_block // blocks_per_sequence).to(tl.int64)
 
-    # Rows of two axes in one: a tile of three axes makes older compilers shuffle it through shared memory.
-    ROWS: tl.constexpr = BLOCK_T * BLOCK_H
-    rows = tl.arange(0, ROWS)
-    tokens = (token_block % blocks_per_sequence).to(tl.int64) * BLOCK_T + rows % BLOCK_T
+    tokens = (token_block % blocks_per_sequence).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = (tokens < num_tokens)[:, None]
-    # Read again for each head of the group, from the first-level cache.
     cos_rows = cos_ptr + batch * cos_stride_b + (tokens * cos_stride_s)[:, None]
     sin_rows = sin_ptr + batch * sin_stride_b + (tokens * sin_stride_s)[:, None]
     if TABLE_PAIRS:
@@ -204,8 +211,8 @@ def _rope_kernel(
         both_mask = token_mask & (both < 2 * HALF)
         c = tl.load(cos_rows + both * cos_stride_r, mask=both_mask, other=0.0).to(tl.float32)
         s = tl.load(sin_rows + both * sin_stride_r, mask=both_mask, other=0.0).to(tl.float32)
-        c1, c2 = tl.split(tl.reshape(c, (ROWS, BLOCK_R, 2)))
-        s1, s2 = tl.split(tl.reshape(s, (ROWS, BLOCK_R, 2)))
+        c1, c2 = tl.split(tl.reshape(c, (BLOCK_T, BLOCK_R, 2)))
+        s1, s2 = tl.split(tl.reshape(s, (BLOCK_T, BLOCK_R, 2)))
     else:
         cols = tl.arange(0, BLOCK_R)[None, :]
         mask = token_mask & (cols < HALF)
@@ -223,20 +230,20 @@ def _rope_kernel(
         s1, s2 = -s2, -s1
 
     if group < q_groups:
-        heads = group.to(tl.int64) * BLOCK_H + rows // BLOCK_T
+        first_head = group * BLOCK_H
         _rotate_heads(
             q_ptr, q_out_ptr,
             q_stride_b, q_stride_h, q_stride_s, q_out_stride_b, q_out_stride_h, q_out_stride_s,
-            batch, heads, tokens, token_mask & (heads < num_q_heads)[:, None], c1, s1, c2, s2,
-            PAIRS_IN, PAIRS_OUT, HALF, REST, TAIL, ROWS, BLOCK_R, BLOCK_REST,
+            batch, first_head, tl.minimum(first_head + BLOCK_H, num_q_heads), tokens, token_mask, c1, s1, c2, s2,
+            PAIRS_IN, PAIRS_OUT, HALF, REST, TAIL, BLOCK_T, BLOCK_R, BLOCK_REST, STAGES,
         )  # fmt: skip
     elif HAS_K:
-        heads = (group - q_groups).to(tl.int64) * BLOCK_H + rows // BLOCK_T
+        first_head = (group - q_groups) * BLOCK_H
         _rotate_heads(
             k_ptr, k_out_ptr,
             k_stride_b, k_stride_h, k_stride_s, k_out_stride_b, k_out_stride_h, k_out_stride_s,
-            batch, heads, tokens, token_mask & (heads < num_k_heads)[:, None], c1, s1, c2, s2,
-            PAIRS_IN, PAIRS_OUT, HALF, REST, TAIL, ROWS, BLOCK_R, BLOCK_REST,
+            batch, first_head, tl.minimum(first_head + BLOCK_H, num_k_heads), tokens, token_mask, c1, s1, c2, s2,
+            PAIRS_IN, PAIRS_OUT, HALF, REST, TAIL, BLOCK_T, BLOCK_R, BLOCK_REST, STAGES,
         )  # fmt: skip
 
 
@@ -246,16 +253,18 @@ def _rope_kernel(
 _MAX_HEAD_DIM = 2048
 
 
-def _blocks(num_q_heads: int, num_k_heads: int, half: int, rest: int) -> tuple[int, int, int, int]:
-    """BLOCK_H, BLOCK_T, BLOCK_R, BLOCK_REST: up to 4096 elements a program, whatever the sequence length.
+# Heads of a program: enough to read the tables seldom, and few enough for many programs. Loads of three in flight.
+_BLOCK_H, _STAGES = 4, 3
 
-    Measured on an H200, 32 rows of 128 elements are fastest, however they are split into heads and tokens.
-    A group of heads costs its rows, masked or not, and about one row for the tables. Short rows have a pointer for
-    every few bytes, so no more than 64 tokens are taken, or the pointers alone would fill the registers.
+
+def _blocks(half: int, rest: int) -> tuple[int, int, int]:
+    """BLOCK_T, BLOCK_R, BLOCK_REST: 512 pairs a head, 8 for each thread of two warps (MEASURED.md).
+
+    Short rows have a pointer for every few bytes, so no more than 64 tokens are taken, or the pointers alone would
+    fill the registers.
     """
     block_r, block_rest = next_power_of_2(half), next_power_of_2(rest)
-    block_h = min((4, 2, 1), key=lambda h: (cdiv(num_q_heads, h) + cdiv(num_k_heads, h)) * (h + 1))
-    return block_h, max(1, min(64, 1024 // max(2 * block_r, block_rest))), block_r, block_rest
+    return max(1, min(64, 1024 // max(2 * block_r, block_rest))), block_r, block_rest
 
 
 def _storage_order(x: Tensor) -> list[int]:
@@ -340,8 +349,8 @@ def _rotate(
     num_tokens = q.shape[3 - unsqueeze_dim]
     half = cos.shape[-1] if tables == "half" else cos.shape[-1] // 2
     rest = q.shape[-1] - 2 * half
-    block_h, block_t, block_r, block_rest = _blocks(num_q_heads, num_k_heads, half, rest)
-    num_groups = cdiv(num_q_heads, block_h) + cdiv(num_k_heads, block_h)
+    block_t, block_r, block_rest = _blocks(half, rest)
+    num_groups = cdiv(num_q_heads, _BLOCK_H) + cdiv(num_k_heads, _BLOCK_H)
     pairs_in, pairs_out = reversed(LAYOUTS[layout]) if transposed else LAYOUTS[layout]
     no_strides = (0, 0, 0)
     launch(
@@ -373,11 +382,12 @@ def _rotate(
         HALF=half,
         REST=rest,
         TAIL=tail,
-        BLOCK_H=block_h,
+        BLOCK_H=_BLOCK_H,
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_REST=block_rest,
-        num_warps=4,
+        STAGES=_STAGES,
+        num_warps=2,
     )
     return q_out, k_out
 

@@ -119,7 +119,9 @@ SPEC = OpSpec(
         Mutation("mean of the means of chunks", _chunks_averaged),
     ),
     # The loss is one number from nine rows: the reference's own error in it is one draw, which may be next to zero.
-    factor={"z_loss": 4.0},
+    # dhidden sums over the vocabulary in fp32 in the order that the matrix library picks for a shape, and a chunk has
+    # another shape than the reference: twice its error, measured, is that of the same product on fewer rows.
+    factor={"z_loss": 4.0, "hidden_4096": 3.0},
     # fp32 launches what fp16 does not: its gradients wait for the upstream gradient instead of being multiplied.
     compile_cases=("hidden_4096", "softcap_2304", "fp32", "softcap_scale", "class_weight", "z_loss"),
 )

@@ -54,7 +54,8 @@ def sizes(s: Size) -> dict[str, int]:
             mm_embed_dim audio_embed_dim output_proj_dims backbone_hidden_size projection_hidden_size hidden_dim
             text_hidden_size hidden_size_global encoder_hidden_size decoder_hidden_size image_text_hidden_size
             patch_embed_hidden_size projector_output_dim shape_embed_dim pronunciation_embed_dim router_hidden_size
-            image_token_embed_dim downsample_hidden_size position_embedding_size""",
+            image_token_embed_dim downsample_hidden_size position_embedding_size adapter_in_dim adapter_out_dim
+            adapter_input_size projection_hidden_dim""",
         ),
         (
             s.inner,
@@ -66,7 +67,7 @@ def sizes(s: Size) -> dict[str, int]:
         (
             s.expert_inner,
             """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size share_expert_dim
-            moe_shared_expert_intermediate_size""",
+            moe_shared_expert_intermediate_size shared_experts_intermediate_size""",
         ),
         # depths
         (
@@ -122,7 +123,7 @@ def sizes(s: Size) -> dict[str, int]:
             s.vocab,
             """vocab_size vocab_size_per_layer_input audio_vocab_size decoder_vocab_size codebook_size num_embeddings
             pronunciation_vocab_size shape_vocab_size mel_vocab_size encoder_hash_byte_group_vocab
-            ngram_vocab_size_base num_centroids""",
+            ngram_vocab_size_base num_centroids unpadded_vocab_size""",
         ),
         # vision and audio towers
         (32, "image_size crop_size resolution base_channels latent_channels output_channels num_mel_bins n_mel_bins"),
@@ -155,6 +156,8 @@ VISIBLE: Fields = {
     "attention_multiplier": 0.3,
     "mlp_multipliers": [0.7, 1.3],
     "swiglu_limit": 0.1,
+    "mlp_gate_softcap": 0.3,
+    "mlp_up_softcap": 0.3,
     "key_multiplier": 0.8,
     "attention_in_multiplier": 1.2,
     "attention_out_multiplier": 0.9,
@@ -177,12 +180,26 @@ def overrides(s: Size) -> dict[str, Fields]:
                 t: {**ROPE, "mrope_section": [2, 3, 3]} for t in ("sliding_attention", "full_attention")
             },
         },
+        "Dots3NoteTextConfig": {
+            "layer_types": ["indexed_attention", "sliding_attention"],
+            "swa_num_attention_heads": s.heads,
+            "swa_num_key_value_heads": s.heads,
+            "swa_q_lora_rank": 16,
+            "swa_kv_lora_rank": 16,
+            "swa_head_dim": 16,
+            "swa_qk_nope_head_dim": 8,
+            "swa_v_head_dim": 16,
+        },
+        "Dots3NoteVisionConfig": {"mlp_layer_types": ["dense", "dense"]},
         "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
         "Dots1Config": {"n_shared_experts": 1, "first_k_dense_replace": 1},
         "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
         "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
         "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
         "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+        "LaraMiniConfig": {"num_hidden_layers": 3},
+        "Lfm3Config": {"num_hidden_layers": 3},
+        "Lfm3VlVisionConfig": {"layer_types": ["conv", "full_attention"]},
         "RecurrentGemmaConfig": {"block_types": ["recurrent", "attention"]},
         "ReformerConfig": {
             "attn_layers": ["local", "lsh"],
@@ -206,6 +223,13 @@ def overrides(s: Size) -> dict[str, Fields]:
         # One pair of rotated elements is the same in every layout.
         "DeepseekV4Config": {"partial_rotary_factor": 0.5},
         # sizes that must agree
+        "Apertus1p5Config": {
+            "vision_config.codebook_size": 16,
+            "audio_config.codebook_size": 16,
+            "audio_config.codebook_dim": s.width,
+            "image_token_offset": 100,
+            "audio_token_offset": 116,
+        },
         "BloomConfig": {"hidden_size": s.width},
         "CodeGenConfig": {"n_head": 4},
         "DiffLlamaConfig": {"num_key_value_heads": 2},
@@ -230,6 +254,13 @@ def overrides(s: Size) -> dict[str, Fields]:
             "downsample_rate": "1/2",
         },
         "GraniteSpeechEncoderConfig": {"hidden_dim": s.width, "dim_head": 16},
+        "HYV4VLTextConfig": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
+        "MimiConfig": {"codebook_size": 128},
+        "Molmo2Config": {"adapter_config.vision_feature_layer": [1, 0]},
+        "MuseSparkTextConfig": {"moe_hidden_size": s.width},
+        "MuseSparkAudioConfig": {"patch_sizes": [4, 4], "hidden_sizes": [16, 32], "depths": [1, 1]},
+        "NemotronH_Omni_Reasoning_V3_Config": {"vision_config.video_temporal_patch_size": 2},
+        "UnlimitedOcrTextConfig": {"num_key_value_heads": s.heads},
         "InklingVisionConfig": {"num_hidden_layers": 8},
         "LongcatFlashConfig": {"head_dim": 8},
         "Mamba2Config": {"num_heads": s.state_heads, "head_dim": 16},
@@ -326,6 +357,10 @@ def _patches(batch: Batch, config: Any) -> Batch:
     return {"flattened_patches": torch.rand(b, t, width), "labels": batch["labels"]}
 
 
+def _token_types(batch: Batch, config: Any) -> Batch:
+    return {**batch, "mm_token_type_ids": torch.zeros_like(batch["input_ids"])}
+
+
 def _boxes(batch: Batch, config: Any) -> Batch:
     return {**_image(batch, config), "bbox": torch.zeros(*batch["input_ids"].shape, 4)}
 
@@ -338,6 +373,7 @@ BATCHES: dict[str, Callable[[Batch, Any], Batch]] = {
     "InstructBlipForConditionalGeneration": _instruct,
     "InstructBlipVideoForConditionalGeneration": _instruct_video,
     "Kosmos2ForConditionalGeneration": _image_positions,
+    "Molmo2ForConditionalGeneration": _token_types,
     "MusicgenForCausalLM": _codebooks,
     "MusicgenMelodyForCausalLM": _codebooks,
     "Pix2StructForConditionalGeneration": _patches,

@@ -217,8 +217,9 @@ def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _onward(mlp: GluSettings, values: Any, y: Tensor, inner: nn.Module | None, down: nn.Module) -> Tensor:
     y = y if inner is None else inner(y)
-    weight = getattr(down, "weight", None)
-    if mlp.casts and isinstance(weight, Tensor) and weight.is_floating_point():
+    # Of some projections there is none to be asked for.
+    weight = getattr(down, "weight", None) if mlp.casts else None
+    if isinstance(weight, Tensor) and weight.is_floating_point():
         y = y.to(weight.dtype)
     y = down(y)
     return y if mlp.scale is None else y * getattr(values, mlp.scale)

@@ -338,6 +338,21 @@ def test_every_function_finds_its_classes() -> None:
         assert function.__name__.removeprefix("apply_liger_kernel_to_") in model_type
 
 
+@pytest.mark.parametrize("flags", [{}, {"cross_entropy": True}], ids=["fused", "stored"])
+def test_one_graph(flags: dict[str, bool]) -> None:
+    """Hooks and losses are traced, backward too."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    native, model = build(), build()
+    _apply_liger_kernel_to_instance(model, **flags)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss = compiled(**batch()).loss
+    loss.backward()
+    expected, gradients, _ = step(native)
+    torch.testing.assert_close(loss.detach(), expected)
+    torch.testing.assert_close(model.lm_head.weight.grad, gradients["lm_head.weight"], rtol=1e-4, atol=1e-6)
+
+
 # ---- models by path, and single modules ----
 
 
@@ -371,6 +386,7 @@ def test_single_modules_are_patched_in_place() -> None:
         _patch_swiglu_module(layer.mlp, LigerSwiGLUMLP)
     assert repr(model.model.layers[0].input_layernorm).startswith("LigerRMSNorm((32,)")
     assert_same_step(model, native)
+    assert_same_step(pickle.loads(pickle.dumps(model)), copy.deepcopy(model))
 
     native, model = build("Gemma2"), build("Gemma2")
     for layer in model.model.layers:
@@ -399,6 +415,9 @@ def test_modules_in_the_wrapper_of_adapters() -> None:
         patch(model)
         torch.testing.assert_close(model(**batch()).loss, native(**batch()).loss)
     assert "linear_cross_entropy" in forms(model)
+    with pytest.raises(ValueError, match="use_token_scaling"):
+        model(**batch(), use_token_scaling=True)
+    assert model.eval()(**batch(), skip_logits=True).loss > 0
 
 
 def test_signatures_do_not_depend_on_annotations() -> None:

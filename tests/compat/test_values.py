@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import tigon
 from tigon.ops import layer_norm_reference, rms_norm_reference, rope_reference
 
 D = 24
@@ -102,8 +103,6 @@ def test_rms_norm_keeps_the_dtype_of_the_input(weight: torch.dtype) -> None:
     from liger_kernel.transformers.functional import liger_fused_add_rms_norm, liger_rms_norm
 
     x, w = X.bfloat16(), W.to(weight)
-    import tigon
-
     with tigon.backend("torch"):
         y = liger_rms_norm(x, w, 1e-6)
         y2, total = liger_fused_add_rms_norm(x, x, w, 1e-6)
@@ -118,6 +117,13 @@ def test_casting_modes_by_name_and_number() -> None:
         torch.testing.assert_close(liger_rms_norm(X, W, 1e-6, 0.0, name), liger_rms_norm(X, W, 1e-6, 0.0, number))
     with pytest.raises(ValueError, match="casting_mode"):
         liger_rms_norm(X, W, 1e-6, 0.0, "other")
+    x, w = X.bfloat16(), W.bfloat16()
+    normed = rms(x.float(), None)
+    rounded = {"llama": normed.bfloat16().float() * w, "gemma": normed * w.float(), "none": normed * w.float()}
+    with tigon.backend("torch"):
+        for name, wanted in rounded.items():
+            torch.testing.assert_close(liger_rms_norm(x, w, 1e-6, 0.0, name), wanted.bfloat16(), rtol=0, atol=0)
+    assert not torch.equal(rounded["llama"].bfloat16(), rounded["gemma"].bfloat16())
 
 
 def test_fused_add_rms_norm() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tigon.ops import cross_entropy
 from tigon.patch import Report, patch
-from tigon.patch._head import causal_lm_loss, labels_index
+from tigon.patch._head import causal_lm_loss
 from tigon.patch._hf import calls_loss_function, is_pretrained_model, native_loss
 from tigon.patch._swap import is_installed
 
@@ -68,8 +68,8 @@ def apply_to(model: nn.Module, chosen: dict[str, bool]) -> Report | None:
         _fuse_stored_logits(model)
     if chosen.get("cross_entropy") or chosen.get("fused_linear_cross_entropy"):
         for module in model.modules():
-            has_loss = is_pretrained_model(module) and labels_index(module) is not None
-            if has_loss and _before not in module._forward_pre_hooks.values():
+            # Inner models too: adapters call the forward of the outer one past its hooks, and it hands keywords on.
+            if is_pretrained_model(module) and _before not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_before, with_kwargs=True)
     return report
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import inspect
@@ -211,11 +210,12 @@ def _wrapped(module: nn.Module) -> list[nn.Module]:
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:
     _bind_method_to_module(module, "forward", cls.forward)
     _bind_method_to_module(module, "extra_repr", cls.extra_repr)
-    _bind_method_to_module(module, "_get_name", functools.partial(_name, cls.__name__))
+    module.__dict__["_liger_name"] = cls.__name__
+    _bind_method_to_module(module, "_get_name", _get_name)
 
 
-def _name(name: str, module: nn.Module) -> str:
-    return name
+def _get_name(self: nn.Module) -> str:
+    return self.__dict__["_liger_name"]
 
 
 def _epsilon(module: nn.Module, eps: float) -> float:

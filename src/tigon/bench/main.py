@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from . import against, report, store
 from . import peers as peer_modules
-from . import report, store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,10 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=",".join(peer_modules.NAMES),
         help="implementations beside ours, comma-separated (default: %(default)s); those not installed are left out",
     )
+    parser.add_argument(
+        "--against", metavar="REV", help="also measure another version of tigon: a git revision, or a checkout's folder"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=25, help="launches of each implementation (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="folder for JSONL rows, for example benchmarks/results")
-    parser.add_argument("--plot", action="store_true", help="also write one PNG an operator beside the rows")
+    parser.add_argument("--plot", action="store_true", help="also write a PNG and an SVG an operator beside the rows")
     parser.add_argument(
         "--readme", type=Path, help="measure nothing: rewrite the table in this file from the rows in --output"
     )
@@ -54,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rounds < 3:
         raise ValueError(f"bench: --rounds: expected at least 3, got {arguments.rounds}")
     chosen = peer_modules.peers(tuple(n for n in arguments.peers.split(",") if n))
+    if arguments.against is not None:
+        chosen = [against.load(arguments.against), *chosen]
     flags = [f"--op {name}" for name in arguments.op] + [f"--case {name}" for name in arguments.case]
     command = " ".join(["tigon bench", *flags, f"--dtype {arguments.dtype}", f"--rounds {arguments.rounds}"])
     for name in ops:
@@ -74,5 +79,5 @@ def run(arguments: argparse.Namespace) -> int:
             for path in store.write(rows, arguments.output) if arguments.output is not None else ():
                 print(f"wrote {path}")
                 if arguments.plot:
-                    report.plot(store.read(path), path.with_suffix(".png"))
+                    report.plot(store.read(path), path.with_suffix(".png"), path.with_suffix(".svg"))
     return 0

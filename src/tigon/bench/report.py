@@ -79,6 +79,11 @@ def _versions(rows: Sequence[Row]) -> str:
     return ", ".join(f"{name} {version}" for name, version in peers.items()) or "no other packages"
 
 
+def _percent(row: Row) -> float:
+    """Of the roof by kernel time alone where a graph could be captured."""
+    return row.graph_percent or row.percent_of_roof
+
+
 def write_into(readme: Path, rows: Sequence[Row]) -> None:
     """Replace what stands between the markers in `readme`.
 
@@ -92,7 +97,7 @@ def write_into(readme: Path, rows: Sequence[Row]) -> None:
     readme.write_text(f"{head}{BEGIN}\n{markdown_table(rows)}\n{END}{tail}")
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[Row], *paths: Path) -> None:
     """Bars of forward plus backward for each case of one operator, every peer, with the roof as a line."""
     import matplotlib
 
@@ -100,14 +105,15 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     grouped = {case: found for (_, case, mode), found in _cases(rows).items() if mode == "both" and OURS in found}
-    names = [n for n in _SHOWN if any(n in found for found in grouped.values())]
+    measured = {name for found in grouped.values() for name in found}
+    names = [n for n in _SHOWN if n in measured] + sorted(n for n in measured if n.startswith(f"{OURS}@"))
     colors = dict(zip(_SHOWN, ("#d1495b", "#30638e", "#7d5ba6", "#edae49", "#66a182", "#8d96a3"), strict=True))
     figure, axes = plt.subplots(figsize=(max(6.0, 1.9 * len(grouped) + 1.5), 4.2), layout="constrained")
     width = 0.8 / len(names)
     for index, name in enumerate(names):
-        values = [found[name].percent_of_roof if name in found else 0.0 for found in grouped.values()]
+        values = [_percent(found[name]) if name in found else 0.0 for found in grouped.values()]
         places = [x + (index - (len(names) - 1) / 2) * width for x in range(len(grouped))]
-        bars = axes.bar(places, values, width, label=name.replace("_", " "), color=colors[name])
+        bars = axes.bar(places, values, width, label=name.replace("_", " "), color=colors.get(name, "#e5989b"))
         axes.bar_label(bars, [f"{v:.0f}" if v else "" for v in values], fontsize=7, padding=1)
     axes.axhline(100, color="black", linewidth=1, linestyle="--")
     axes.text(-0.45, 101.5, "roof", fontsize=8)
@@ -118,6 +124,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axes.set_title(f"{some.op}, forward + backward, {some.dtype}, {some.gpu}", fontsize=10)
     axes.legend(fontsize=8, ncols=len(names), loc="upper center", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # No date in an SVG: the same rows make the same file.
+        figure.savefig(path, dpi=150, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
     plt.close(figure)

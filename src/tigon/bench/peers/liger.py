@@ -57,6 +57,31 @@ def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any)
     return _ops().LigerRopeFunction.apply(q, k, cos, sin)
 
 
+def _qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: str = "cast_then_scale",
+    **options: Any,
+) -> Any:
+    if options or q_weight is None or cast not in _CASTING:
+        raise NotImplementedError("only the half layout with full tables, and norms with weights")
+
+    def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+        # As models call it, on tokens before heads and tokens change places, where it needs no copy.
+        if x.stride(1) < x.stride(2):
+            return _rms_norm(x.transpose(1, 2), weight, eps=eps, offset=offset, cast=cast).transpose(1, 2)
+        return _rms_norm(x, weight, eps=eps, offset=offset, cast=cast)
+
+    return _rope(norm(q, q_weight), norm(k, k_weight), cos, sin)
+
+
 def _cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -112,6 +137,7 @@ PEER = Peer(
         "layer_norm": _layer_norm,
         "glu": _glu,
         "rope": _rope,
+        "qk_norm_rope": _qk_norm_rope,
         "cross_entropy": _cross_entropy,
         "linear_cross_entropy": _linear_cross_entropy,
     },

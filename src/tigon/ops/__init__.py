@@ -5,6 +5,7 @@ from .cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_refe
 from .glu import geglu, geglu_reference, glu, glu_reference, swiglu, swiglu_reference
 from .layer_norm import layer_norm, layer_norm_reference
 from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
 from .rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
 from .rope import rope, rope_reference
@@ -26,6 +27,8 @@ __all__ = [
     "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "qk_norm_rope",
+    "qk_norm_rope_reference",
     "rms_norm",
     "rms_norm_gated",
     "rms_norm_gated_reference",

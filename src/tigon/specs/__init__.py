@@ -15,6 +15,7 @@ NAMES = (
     "swiglu",
     "geglu",
     "rope",
+    "qk_norm_rope",
     "cross_entropy",
     "linear_cross_entropy",
 )

@@ -179,6 +179,75 @@ def test_cross_entropy_keeps_the_logits_and_the_loss() -> None:
     assert model(**ignored).loss == 0
 
 
+def test_unpatch_undoes_the_loss_and_the_hooks() -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    for flags in ({}, {"cross_entropy": True}, {"fused_linear_cross_entropy": False}):
+        for own in (None, ForCausalLMLoss):
+            model = build()
+            if own is not None:
+                model.loss_function = own
+            before = [dict(module.__dict__) for module in model.modules()]
+            for _ in range(2):
+                _apply_liger_kernel_to_instance(model, **flags)
+            copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model)
+            for each in copies:
+                tigon.unpatch(each)
+                assert forms(each) == set()
+                assert each.loss_function is ForCausalLMLoss
+                assert not any(module._forward_pre_hooks for module in each.modules())
+            for module, attributes in zip(model.modules(), before, strict=True):
+                assert module.__dict__.keys() == attributes.keys()
+            assert_same_step(model, build())
+
+
+def test_what_others_put_on_the_model_stays() -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    def loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return logits.sum()
+
+    model, seen = build(), []
+    _apply_liger_kernel_to_instance(model, cross_entropy=True)
+    model.loss_function = loss
+    model.register_forward_pre_hook(lambda *args: seen.append(args))
+    tigon.unpatch(model)
+    model(**batch())
+    assert model.loss_function is loss
+    assert len(seen) == len(model._forward_pre_hooks) == 1
+
+
+def test_to_skip_logits_is_asked_of_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers ask in evaluation whatever was patched, and without labels when the loss is theirs."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    without = {name: value for name, value in batch().items() if name != "labels"}
+    native = transformers.LlamaModel.forward
+
+    def strict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert "skip_logits" not in kwargs
+        return native(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", strict)
+    for flags in ({}, {"cross_entropy": True}, {"fused_linear_cross_entropy": False}):
+        model = build().eval()
+        expected = model(**batch())
+        _apply_liger_kernel_to_instance(model, **flags)
+        torch.testing.assert_close(model(**without, skip_logits=True).logits, expected.logits)
+        out = model(**batch(), skip_logits=True)
+        torch.testing.assert_close(out.loss, expected.loss)
+        assert (out.logits is None) == (flags == {})
+        # What refuses options is the loss; without it they are the model's own affair.
+        if "fused_linear_cross_entropy" in flags:
+            model(**batch(), label_smoothing=0.1)
+    tigon.patch(model)
+    tigon.unpatch(model)
+    tigon.patch(model)
+    with pytest.raises(ValueError, match="expected labels"):
+        model(**without, skip_logits=True)
+
+
 def test_cross_entropy_asked_of_what_has_none_or_another_warns() -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

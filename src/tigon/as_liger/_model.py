@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tigon.ops import cross_entropy
 from tigon.patch import Report, patch
-from tigon.patch._head import causal_lm_loss
+from tigon.patch._apply import also_undo
+from tigon.patch._head import LENIENT, causal_lm_loss
 from tigon.patch._hf import calls_loss_function, is_pretrained_model, native_loss
 from tigon.patch._swap import is_installed
 
@@ -39,6 +40,8 @@ _NOT_TAKEN = (
     "return_z_loss",
     "use_token_scaling",
 )
+# The attribute of a model that holds what stored_logits_loss took the place of.
+_LOSS_BEFORE = "_tigon_loss_before"
 
 
 def stored_logits_loss(
@@ -66,12 +69,30 @@ def apply_to(model: nn.Module, chosen: dict[str, bool]) -> Report | None:
     report = patch(model, only=only) if only else None
     if chosen.get("cross_entropy"):
         _fuse_stored_logits(model)
-    if chosen.get("cross_entropy") or chosen.get("fused_linear_cross_entropy"):
+    has_loss = chosen.get("cross_entropy") or chosen.get("fused_linear_cross_entropy")
+    if has_loss or report is not None:
+        hook = _before if has_loss else _without_skip_logits
         for module in model.modules():
             # Inner models too: adapters call the forward of the outer one past its hooks, and it hands keywords on.
-            if is_pretrained_model(module) and _before not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_before, with_kwargs=True)
+            if is_pretrained_model(module):
+                module.__dict__[LENIENT] = True
+                if hook not in module._forward_pre_hooks.values():
+                    module.register_forward_pre_hook(hook, with_kwargs=True)
     return report
+
+
+def _undo(module: nn.Module) -> None:
+    """Undo `apply_to` as far as it is not a patch."""
+    module.__dict__.pop(LENIENT, None)
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook in (_before, _without_skip_logits)]:
+        del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+    before = module.__dict__.pop(_LOSS_BEFORE, None)
+    if before is not None and module.__dict__.get("_loss_function") is stored_logits_loss:
+        del module.__dict__["_loss_function"]
+        module.__dict__.update(before)
+
+
+also_undo.append(_undo)
 
 
 def _fuse_stored_logits(model: nn.Module) -> None:
@@ -84,6 +105,9 @@ def _fuse_stored_logits(model: nn.Module) -> None:
             warnings.warn(f"cross_entropy: {type(module).__name__} is fused with its head already", stacklevel=3)
             found.append(name)
         elif loss in native and calls_loss_function(type(module).forward):
+            if loss is not stored_logits_loss:
+                before = module.__dict__.get("_loss_function")
+                module.__dict__[_LOSS_BEFORE] = {} if before is None else {"_loss_function": before}
             module.loss_function = stored_logits_loss
             found.append(name)
     if not found:
@@ -98,13 +122,18 @@ def _has_transformers() -> bool:
 
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Refuse what nobody would honour; take away `skip_logits` where the forward is the model's own."""
+    """Refuse what nobody would honour."""
     refused = [name for name in _NOT_TAKEN if kwargs.get(name)]
     if refused:
         raise ValueError(
             f"forward: {', '.join(refused)}: the loss of a patched model has no such option; LigerForCausalLMLoss or"
             " LigerFusedLinearCrossEntropyLoss on the hidden states has"
         )
+    return _without_skip_logits(model, args, kwargs)
+
+
+def _without_skip_logits(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Take away `skip_logits`, which trainers pass in any case, where the forward is the model's own."""
     if "skip_logits" in kwargs and not (
         is_installed(model) and model.__dict__["_tigon"].form == "linear_cross_entropy"
     ):

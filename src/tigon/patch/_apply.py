@@ -141,6 +141,10 @@ def patch(
     return report
 
 
+# What else to undo on every module: put here by who puts more on a model than a swap.
+also_undo: list[Callable[[nn.Module], None]] = []
+
+
 @_one_at_a_time
 def unpatch(model: nn.Module) -> None:
     """Undo `patch`: every module gets back exactly the forward it had.
@@ -151,6 +155,9 @@ def unpatch(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"unpatch: model: expected a torch.nn.Module, got {type(model).__name__}")
     stuck = [name for name, module in model.named_modules() if not _undo(module)]
+    for undo in also_undo:
+        for module in model.modules():
+            undo(module)
     if stuck:
         warnings.warn(
             f"tigon.unpatch: the forward of {', '.join(stuck)} was wrapped after patching and stays patched;"

@@ -299,6 +299,11 @@ class ModelSettings(NamedTuple):
     shifts: bool = True
 
 
+# The attribute of a model that gives its logits when it is asked to skip them and has no labels. Trainers that compute
+# the loss themselves ask so.
+LENIENT = "_tigon_lenient"
+
+
 def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
     """Forward of a causal language model: its own, with the logits deferred when they are only needed for the loss.
 
@@ -318,7 +323,7 @@ def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, 
         labels = kwargs.get("shift_labels")
         if labels is not None:
             kwargs["labels"] = labels
-    if outer is None and skip_logits and index is not None and labels is None:
+    if outer is None and skip_logits and index is not None and labels is None and not self.__dict__.get(LENIENT):
         raise ValueError("forward: skip_logits=True: expected labels or shift_labels, got neither")
     defer = settings.own_loss and labels is not None and (self.training if skip_logits is None else skip_logits)
     head = self.get_output_embeddings() if defer else None

@@ -43,7 +43,8 @@ def make_model(family: str, **options: Any) -> nn.Module:
     Norm weights and biases are drawn at random, since at their initial values an offset or a bias does not show.
     """
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **OPTIONS.get(family, {}), **options})
+    name = f"{family}TextConfig" if hasattr(transformers, f"{family}TextConfig") else f"{family}Config"
+    config = getattr(transformers, name)(**{**SIZES, **OPTIONS.get(family, {}), **options})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

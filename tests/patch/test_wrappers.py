@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,46 @@ def test_mixed_precision_wrappers_of_accelerate_are_not_taken_for_ours(build: An
     assert model.forward.__func__ is type(model).forward
 
 
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("fuse", [(), ("add_rms_norm", "qk_norm_rope")])
+@pytest.mark.parametrize("find_unused", [False, True])
+@BEFORE_AFTER
+def test_distributed_data_parallel_trains_as_without_patching(
+    when: str,
+    find_unused: bool,
+    fuse: Any,
+    build: Any,
+    batch: Any,
+    step: Any,
+    assert_same_step: Any,
+    fused: list[Any],
+    process_group: None,
+) -> None:
+    def parallel(model: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model, find_unused_parameters=find_unused)
+
+    native = step(parallel(build("Qwen3")), batch)
+    model = build("Qwen3")
+    if when == "before":
+        tigon.patch(model, fuse=fuse, strict=True)
+    model = parallel(model)
+    if when == "after":
+        tigon.patch(model, fuse=fuse, strict=True)
+    for count in (1, 2):
+        actual = step(model, batch)
+        assert_same_step(actual, native)
+        assert len(fused) == count
+    assert actual["output"].logits is None
+
+
 def train(rank: int, folder: str, kind: str) -> None:
     """One of two processes: two steps of a sharded or replicated model, before against after patching."""
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
@@ -147,18 +188,19 @@ def train(rank: int, folder: str, kind: str) -> None:
     model, batch = torch.load(f"{folder}/model.pt", weights_only=False)
     results = []
     with tigon.backend("torch"):
-        for patched in ("no", "before", "after"):
+        for patched in ("no", "before", "after", "fused before", "fused after"):
             each = copy.deepcopy(model)
-            if patched == "before":
-                tigon.patch(each, strict=True)
+            fuse = ["add_rms_norm", "qk_norm_rope"] if "fused" in patched else []
+            if "before" in patched:
+                tigon.patch(each, fuse=fuse, strict=True)
             if kind == "ddp":
                 outer: nn.Module = DistributedDataParallel(each)
             else:
                 for module in (*each.model.layers, each.lm_head, each):
                     fully_shard(module)
                 outer = each
-            if patched == "after":
-                tigon.patch(outer, strict=True)
+            if "after" in patched:
+                tigon.patch(outer, fuse=fuse, strict=True)
             losses = []
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
             for _ in range(2):
@@ -182,5 +224,5 @@ def train(rank: int, folder: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_b90_two_processes_train_as_without_patching(kind: str, build: Any, batch: Any, tmp_path: Path) -> None:
     """With the output layer as its own sharded group, whose weight is only whole within its forward."""
-    torch.save((build("Llama"), batch), tmp_path / "model.pt")
+    torch.save((build("Qwen3"), batch), tmp_path / "model.pt")
     mp.spawn(train, (str(tmp_path), kind), nprocs=2)

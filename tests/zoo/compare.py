@@ -9,7 +9,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
+from tigon.patch._forms import FUSIONS
 
 from . import build as zoo
 from .tables import OTHER, ROUNDING, SMALL, Batch, Size
@@ -278,7 +279,18 @@ def _patched(model: nn.Module, batch: Batch, native: dict[str, Results], toleran
     return fused, wrong
 
 
-def compare(name: str, size: Size) -> Record:
+def fusions(report: tigon.Report) -> Record:
+    """By fusion how many modules were replaced, and how many of a class were kept for a reason."""
+    counts: Record = {form: {"replaced": 0, "kept": {}} for form in FUSIONS}
+    for row in report:
+        if row.form in FUSIONS and row.verdict == "replaced":
+            counts[row.form]["replaced"] += row.count
+        elif row.form in FUSIONS:
+            counts[row.form]["kept"][f"{row.cls}: {row.reason}"] = row.count
+    return counts
+
+
+def compare(name: str, size: Size, fuse: Sequence[str] = ()) -> Record:
     model = zoo.build(name, size)
     batch = zoo.make_batch(name, model, size)
     native, not_taken = _native(model, batch)
@@ -287,11 +299,13 @@ def compare(name: str, size: Size) -> Record:
     kinds = kinds_that_run(model, batch)
     before = _attributes(model)
     try:
-        report = tigon.patch(model)
+        report = tigon.patch(model, fuse=fuse)
     except Exception as error:
         return {"native": "", "wrong": [f"patch: {_where(error)}"]}
     fused, wrong = _patched(model, batch, native, ROUNDING.get(name, TOLERANCE))
     record = {"native": "", "fused": fused, **coverage(model, report, kinds), "not taken": not_taken}
+    if fuse:
+        record["fusions"] = fusions(report)
     tigon.unpatch(model)
     if _attributes(model) != before:
         wrong.append("unpatch: attributes are left or lost")
@@ -301,14 +315,14 @@ def compare(name: str, size: Size) -> Record:
     return {**record, "wrong": wrong}
 
 
-def examine(name: str) -> Record:
+def examine(name: str, fuse: Sequence[str] = ()) -> Record:
     """The record of one class, as JSON has it: that of the small size, with what is wrong at either."""
     started = time.monotonic()
     with tigon.backend("torch"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        small, other = (_guarded(name, size) for size in (SMALL, OTHER))
+        small, other = (_guarded(name, size, fuse) for size in (SMALL, OTHER))
     wrong = [*small.get("wrong", []), *(f"other size: {text}" for text in other.get("wrong", []))]
-    for key in ("counts", "variants", "fused"):
+    for key in ("counts", "variants", "fused", "fusions"):
         if small.get(key) != other.get(key):
             wrong.append(f"other size: {key} {other.get(key)}, not {small.get(key)}")
     native = small["native"] or other["native"]
@@ -316,8 +330,8 @@ def examine(name: str) -> Record:
     return {**record, "seconds": round(time.monotonic() - started, 2)}
 
 
-def _guarded(name: str, size: Size) -> Record:
+def _guarded(name: str, size: Size, fuse: Sequence[str]) -> Record:
     try:
-        return compare(name, size)
+        return compare(name, size, fuse)
     except Exception as error:
         return {"native": _where(error)}

@@ -15,16 +15,18 @@ MEMORY_BYTES = 8 << 30
 _fork = multiprocessing.get_context("fork")
 
 
-def _child(name: str, sender: Connection) -> None:
+def _child(name: str, fuse: Sequence[str], sender: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    sender.send(examine(name))
+    sender.send(examine(name, fuse))
 
 
 def _died(name: str, why: str) -> Record:
     return {"name": name, "native": "", "wrong": [why], "seconds": TIMEOUT_S}
 
 
-def sweep(names: Sequence[str], workers: int = 2, timeout: float = TIMEOUT_S) -> Iterator[Record]:
+def sweep(
+    names: Sequence[str], workers: int = 2, timeout: float = TIMEOUT_S, fuse: Sequence[str] = ()
+) -> Iterator[Record]:
     """Records in the order in which they are ready."""
     waiting = list(names)[::-1]
     running: dict[Connection, tuple[str, multiprocessing.Process, float]] = {}
@@ -32,7 +34,7 @@ def sweep(names: Sequence[str], workers: int = 2, timeout: float = TIMEOUT_S) ->
         while waiting and len(running) < workers:
             name = waiting.pop()
             receiver, sender = _fork.Pipe(duplex=False)
-            process = _fork.Process(target=_child, args=(name, sender), daemon=True)
+            process = _fork.Process(target=_child, args=(name, fuse, sender), daemon=True)
             process.start()
             sender.close()
             running[receiver] = (name, process, monotonic() + timeout)

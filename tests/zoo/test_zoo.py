@@ -23,7 +23,7 @@ TABLE = ROOT / "docs" / "architectures.md"
 
 # What is reached, on the versions of requirements-dev.txt; to be raised with the patcher, never lowered.
 CLASSES = 243
-FLOORS = {"norm": 1775, "mlp": 309, "rope": 360, "experts": 88, "loss": 220, "complete": 198}
+FLOORS = {"norm": 1775, "mlp": 309, "rope": 360, "experts": 88, "loss": 237, "complete": 218}
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tigon.patch import _experts, _glu, _head, _norms, _rope
+from tigon.patch._forms import FUSIONS
 
 from .compare import examine
 
@@ -51,6 +52,12 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Fault], Fault]]] = {
     "bias of the head": ("PhiForCausalLM", _head, "linear_cross_entropy", _without("bias")),
     "number of items": ("LlamaForCausalLM", _head, "linear_cross_entropy", _without("num_items")),
     "labels": ("LlamaForCausalLM", _head, "linear_cross_entropy", _labels_off_by_one),
+    "labels of a cross entropy in the forward": (
+        "BartForCausalLM",
+        _head,
+        "linear_cross_entropy",
+        _labels_off_by_one,
+    ),
     "gradient of the head": ("LlamaForCausalLM", _head, "linear_cross_entropy", _detached),
     "offset": ("GemmaForCausalLM", _norms, "rms_norm", _without("offset")),
     "eps": ("Qwen3ForCausalLM", _norms, "rms_norm", _changed(eps=1e-3)),
@@ -69,6 +76,48 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Fault], Fault]]] = {
     "tail": ("DeepseekV4ForCausalLM", _rope, "rope", _without("tail")),
     "layout": ("CohereForCausalLM", _rope, "rope", _changed(layout="half")),
 }
+
+
+def _sum_lost(operator: Fault) -> Fault:
+    """The norm is that of the sum, but what goes on is the stream before it."""
+
+    def call(*args: Any, residual: Any = None, **kwargs: Any) -> Any:
+        y = operator(*args, residual=residual, **kwargs)
+        return y if residual is None else (y.y, args[0])
+
+    return call
+
+
+def _stream_detached(operator: Fault) -> Fault:
+    def call(x: Any, *args: Any, residual: Any = None, **kwargs: Any) -> Any:
+        return operator(x if residual is None else x.detach(), *args, residual=residual, **kwargs)
+
+    return call
+
+
+def _weights_swapped(operator: Fault) -> Fault:
+    return lambda q, k, qw, kw, *args, **kwargs: operator(q, k, kw, qw, *args, **kwargs)
+
+
+# With every fusion across modules.
+FUSED_FAULTS: dict[str, tuple[str, Any, str, Callable[[Fault], Fault]]] = {
+    "sum lost": ("LlamaForCausalLM", _norms, "rms_norm", _sum_lost),
+    "sum lost between norms": ("Gemma2ForCausalLM", _norms, "rms_norm", _sum_lost),
+    "stream detached": ("MistralForCausalLM", _norms, "rms_norm", _stream_detached),
+    "weights of queries and keys": ("Qwen3ForCausalLM", _rope, "qk_norm_rope", _weights_swapped),
+    "offset of queries and keys": ("Gemma3ForCausalLM", _rope, "qk_norm_rope", _without("offset")),
+    "eps of queries and keys": ("Qwen3MoeForCausalLM", _rope, "qk_norm_rope", _changed(eps=1e-2)),
+}
+
+
+@pytest.mark.parametrize("fault", FUSED_FAULTS)
+def test_a_fault_planted_in_a_fusion_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, module, operator, plant = FUSED_FAULTS[fault]
+    assert examine(name, FUSIONS)["wrong"] == []
+    monkeypatch.setattr(module, operator, plant(getattr(module, operator)))
+    wrong = examine(name, FUSIONS)["wrong"]
+    assert wrong
+    assert not [text for text in wrong if "Error: " in text]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

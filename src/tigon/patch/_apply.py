@@ -8,13 +8,13 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import _head, _hf, _probe, _rope, _swap
-from ._forms import FORM_NAMES, FORMS, Form, Found, argument_of
+from . import _add_norm, _head, _hf, _probe, _qk_norm_rope, _rope, _swap
+from ._forms import FORM_NAMES, FORMS, FUSIONS, Found, argument_of
 from ._probe import Refused
 from .report import LOSS, Report, Verdict, grouped
 
@@ -44,12 +44,16 @@ class _Finding(NamedTuple):
     verdict: Verdict
     reason: str
     act: Callable[[], None] | None = None
+    found: Found | None = None
 
 
 class _Choice:
-    """The forms and modules that `only` and `skip` leave."""
+    """The forms and modules that `only` and `skip` leave, and the fusions that are asked for."""
 
-    def __init__(self, only: Iterable[str] | None, skip: Iterable[str] | None, names: list[str]) -> None:
+    def __init__(
+        self, only: Iterable[str] | None, skip: Iterable[str] | None, fuse: Iterable[str], names: list[str]
+    ) -> None:
+        self.fuse = _fusions(fuse)
         self.only = None if only is None else self._split("only", only, names)
         self.skip = self._split("skip", skip or (), names)
 
@@ -79,7 +83,15 @@ class _Choice:
         if self.only is None:
             return True
         forms, globs = self.only
-        return (not forms or form in forms) and (not globs or hits(globs))
+        return (not forms or form in forms or form in self.fuse) and (not globs or hits(globs))
+
+
+def _fusions(fuse: Iterable[str]) -> list[str]:
+    names = [fuse] if isinstance(fuse, str) else list(fuse) if isinstance(fuse, Iterable) else [fuse]
+    for name in names:
+        if name not in FUSIONS:
+            raise ValueError(f"patch: fuse: expected some of {', '.join(FUSIONS)}, got {name!r}")
+    return names
 
 
 @_one_at_a_time
@@ -88,6 +100,7 @@ def patch(
     *,
     only: Iterable[str] | None = None,
     skip: Iterable[str] | None = None,
+    fuse: Iterable[str] = (),
     strict: bool = False,
 ) -> Report:
     """Make a model use the fused operators wherever it computes exactly what they do.
@@ -101,19 +114,22 @@ def patch(
         model: any module; wrappers (adapters, data parallel) are looked through.
         only: names of forms or patterns of module names; of each kind given, one must fit.
         skip: names of forms or patterns of module names to leave alone.
+        fuse: what to compute together across modules, nothing by default: "add_rms_norm", in a layer the addition to
+            the residual stream and the RMS norm of the sum; "qk_norm_rope", in attention the norms of queries and
+            keys and their rotation. Each is verified in a trial run of the layer or attention.
         strict: raise, and change nothing, when something that is surely a form cannot be replaced, or nothing can.
 
     Returns:
         A `Report`; `print(report)` shows what was replaced, what was kept, and why.
 
     Raises:
-        ValueError: `model` is no module, a name in `only` or `skip` fits nothing, or `strict` found something kept
-            or nothing at all.
+        ValueError: `model` is no module, a name in `only`, `skip` or `fuse` fits nothing, or `strict` found something
+            kept or nothing at all.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"patch: model: expected a torch.nn.Module, got {type(model).__name__}")
     modules = list(model.named_modules())
-    choice = _Choice(only, skip, [name for name, _ in modules])
+    choice = _Choice(only, skip, fuse, [name for name, _ in modules])
     findings = _findings(modules, choice)
     report = Report(type(model).__name__, grouped(finding[:6] for finding in findings))
     if strict and not report.replaced:
@@ -214,14 +230,17 @@ def _findings(modules: list[tuple[str, nn.Module]], choice: _Choice) -> list[_Fi
     memo: dict[int, str] = {}
     findings = []
     for name, module in modules:
-        found = _installed(name, module, choice) or _form(name, module, choice, memo)
-        if found:
+        installed = _installed(name, module, choice)
+        findings += installed
+        found = installed[0] if installed else _form(name, module, choice, memo)
+        if found and not installed:
             findings.append(found)
         # What only looks like a form may still hold a rotary function or a loss.
         if not found or found.verdict == "kept":
             found = _rotary(name, module, choice) or _loss(name, module, choice, modules)
             if found:
                 findings.append(found)
+    findings += _fused_across(modules, choice, findings)
     fused = [finding.name for finding in findings if finding.form == LOSS and finding.verdict == "replaced"]
     by_name = dict(modules)
     return [finding for finding in findings if not _hands_labels_on(finding, by_name[finding.name], fused)]
@@ -240,27 +259,44 @@ def _within(name: str, names: list[str]) -> tuple[str, ...]:
     return tuple(each.removeprefix(prefix) for each in names if each != name and each.startswith(prefix))
 
 
-def _installed(name: str, module: nn.Module, choice: _Choice) -> _Finding | None:
+def _installed(name: str, module: nn.Module, choice: _Choice) -> list[_Finding]:
     mark = module.__dict__.get("_tigon")
     # The output layer has no row of its own.
-    if not _swap.is_installed(module) or not mark.variant or not choice.allows(mark.form, name):
-        return None
-    return _Finding(name, type(module).__name__, mark.form, mark.variant, "replaced", "already patched")
+    if not _swap.is_installed(module) or not mark.variant:
+        return []
+    rows = [(mark.form, mark.variant)]
+    if isinstance(mark.settings, _qk_norm_rope.QkNormSettings):
+        rows.append((_qk_norm_rope.NAME, ", ".join(mark.settings.norms)))
+    cls = type(module).__name__
+    return [
+        _Finding(name, cls, form, variant, "replaced", "already patched")
+        for form, variant in rows
+        if choice.allows(form, name)
+    ]
 
 
 # Verdicts of this process, by what they depend on; a reason is a verdict too.
 _verdicts: dict[Any, Found | str] = {}
 
 
-def _verdict(form: Form, module: nn.Module, memo: dict[int, str]) -> Found | str:
-    key = _probe.fingerprint(module, memo)
+def _verdict(
+    form: str,
+    module: nn.Module,
+    memo: dict[int, str],
+    verify: Callable[..., Found],
+    *more: Any,
+    opaque: Container[str] = (),
+) -> Found | str:
+    """What `verify(module, *more, generator)` says, or why it refuses; `more` is part of what it depends on, what is in
+    `opaque` attributes and children is not."""
+    key = _probe.fingerprint(module, memo, opaque)
     if key is not None:
-        key = (form.name, key)
+        key = (form, key, repr(more))
         if key in _verdicts:
             return _verdicts[key]
     try:
         with _probe.laboratory() as generator:
-            verdict: Found | str = form.verify(module, generator)
+            verdict: Found | str = verify(module, *more, generator)
     except Refused as refused:
         verdict = str(refused)
     except Exception as error:
@@ -279,11 +315,11 @@ def _form(name: str, module: nn.Module, choice: _Choice, memo: dict[int, str]) -
         if _swap.foreign_forward(module):
             verdict: Found | str = "its forward was replaced on the instance already"
         else:
-            verdict = _verdict(form, module, memo)
+            verdict = _verdict(form.name, module, memo, form.verify)
         if isinstance(verdict, Found):
             function = _swap.like(form.forward, type(module).forward, argument_of(module))
             act = _install(module, form.name, verdict, function)
-            return _Finding(name, cls, form.name, verdict.variant, "replaced", "", act)
+            return _Finding(name, cls, form.name, verdict.variant, "replaced", "", act, verdict)
         if match == "sure" and kept is None:
             kept = _Finding(name, cls, form.name, "", "kept", verdict)
     return kept
@@ -291,6 +327,55 @@ def _form(name: str, module: nn.Module, choice: _Choice, memo: dict[int, str]) -
 
 def _install(module: nn.Module, form: str, found: Found, function: Callable[..., Any]) -> Callable[[], None]:
     return lambda: _swap.install(module, form, found.variant, found.settings, function)
+
+
+def _fused_across(modules: list[tuple[str, nn.Module]], choice: _Choice, findings: list[_Finding]) -> list[_Finding]:
+    """What is asked to be computed together across modules that are replaced."""
+    by_name, replaced = dict(modules), [finding for finding in findings if finding.verdict == "replaced"]
+    norms: dict[str, dict[str, Found]] = {}
+    for finding in replaced:
+        if choice.fuse and finding.form == "rms_norm":
+            parent, _, child = finding.name.rpartition(".")
+            mark = by_name[finding.name].__dict__.get("_tigon")
+            norms.setdefault(parent, {})[child] = finding.found or Found(mark.variant, mark.settings)
+    forms = {finding.name: finding.form for finding in replaced}
+    memo: dict[int, str] = {}
+    fused = []
+    for name, found in norms.items():
+        module, form = by_name[name], forms.get(name)
+        if form is None and _add_norm.NAME in choice.fuse:
+            finding = _fused(_add_norm.NAME, _add_norm, name, module, found, choice, memo)
+        elif form == "rope" and _qk_norm_rope.NAME in choice.fuse:
+            finding = _fused(_qk_norm_rope.NAME, _qk_norm_rope, name, module, found, choice, memo)
+        else:
+            continue
+        fused += [finding] if finding else []
+    return fused
+
+
+def _fused(
+    form: str, kind: Any, name: str, module: nn.Module, norms: dict[str, Found], choice: _Choice, memo: dict[int, str]
+) -> _Finding | None:
+    match, cls = kind.match(module, norms), type(module).__name__
+    if match == "no" or not choice.allows(form, name):
+        return None
+    if _swap.foreign_forward(module):
+        verdict: Found | str = "its forward was replaced on the instance already"
+    else:
+        verdict = _verdict(form, module, memo, kind.verify, norms, opaque=(*kind.opaque(module, norms), _hf.PLACE))
+    if not isinstance(verdict, Found):
+        return _Finding(name, cls, form, "", "kept", verdict) if match == "sure" else None
+
+    def act() -> None:
+        kept_as = form, verdict.variant
+        if _swap.is_installed(module):
+            # Its rotation was replaced before; the new forward does that too.
+            mark = module.__dict__["_tigon"]
+            kept_as = mark.form, mark.variant
+            _swap.uninstall(module)
+        _swap.install(module, *kept_as, verdict.settings, kind.replacement(module))
+
+    return _Finding(name, cls, form, verdict.variant, "replaced", "", act)
 
 
 def _rotary(name: str, module: nn.Module, choice: _Choice) -> _Finding | None:

@@ -6,11 +6,11 @@ found by running it (see _probe.py); a module that no candidate reproduces is le
 
 from __future__ import annotations
 
-from . import _experts, _glu, _norms
+from . import _add_norm, _experts, _glu, _norms, _qk_norm_rope
 from ._form import Form, Found, argument_of
 from ._form import is_plain as _is_plain
 
-__all__ = ["FORMS", "FORM_NAMES", "Form", "Found", "_is_plain", "argument_of"]
+__all__ = ["FORMS", "FORM_NAMES", "FUSIONS", "Form", "Found", "_is_plain", "argument_of"]
 
 FORMS = (
     Form("rms_norm", _norms.match_rms_norm, _norms.verify_rms_norm, _norms.rms_norm_forward),
@@ -20,3 +20,5 @@ FORMS = (
     Form("experts", _experts.match, _experts.verify, _experts.forward),
 )
 FORM_NAMES = (*(form.name for form in FORMS), "rope", "linear_cross_entropy")
+# Across modules, and only when asked for.
+FUSIONS = (_add_norm.NAME, _qk_norm_rope.NAME)

@@ -8,7 +8,6 @@ materialises the real logits, so the model's own forward stays what runs, whatev
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from ..ops.linear_cross_entropy import linear_cross_entropy
 from . import _hf
 from ._deferred import Deferred, real
 from ._forms import _is_plain
+from ._swap import this_thread
 
 
 class _LossRequest:
@@ -233,15 +233,10 @@ def head_forward(self: nn.Module, input: Tensor, _request: Any = None) -> Any:
     if isinstance(_request, _LossRequest):
         return _loss_of(self, input, _request)
     # A weight that is not whole here (tensor parallel) or not plain (quantised) keeps its own forward.
-    if _request is None and self.__dict__.get("_tigon_defer") == _this_thread() and _is_plain(input, self.weight):
+    if _request is None and self.__dict__.get("_tigon_defer") == this_thread() and _is_plain(input, self.weight):
         autocast = torch.is_autocast_enabled(input.device.type)
         return DeferredLogits(self, input, torch.get_autocast_dtype(input.device.type) if autocast else input.dtype)
     return type(self).forward(self, input)
-
-
-def _this_thread() -> int:
-    """Who may be given deferred logits: another thread that runs the same model waits for real ones."""
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def _loss_of(head: nn.Module, hidden: Tensor, request: _LossRequest) -> Tensor:
@@ -311,7 +306,7 @@ def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, 
     """
     settings = self._tigon.settings
     outer = self.__dict__.get("_tigon_outer")
-    if outer is not None and outer[0] != _this_thread():
+    if outer is not None and outer[0] != this_thread():
         outer = None
     if outer is not None and skip_logits is None:
         skip_logits = outer[1]
@@ -332,9 +327,9 @@ def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, 
     if not defer and not inner:
         return type(self).forward(self, *args, **kwargs)
     if defer:
-        head._tigon_defer = _this_thread()
+        head._tigon_defer = this_thread()
     for each in inner:
-        each._tigon_outer = (_this_thread(), skip_logits)
+        each._tigon_outer = (this_thread(), skip_logits)
     try:
         output = type(self).forward(self, *args, **kwargs)
     finally:

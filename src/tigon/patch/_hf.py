@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+# The attribute by which a part of a layer finds its place in a cache.
+PLACE = "layer_idx"
 
 
 def _module(name: str) -> Any:
@@ -30,6 +34,16 @@ def output_layer(model: nn.Module) -> nn.Module | None:
     except (AttributeError, NotImplementedError):
         return None
     return head if isinstance(head, nn.Module) else None
+
+
+def with_eager_attention(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The configurations among the attributes of a module, set to the attention that runs anywhere."""
+    changed = {}
+    for name, value in attributes.items():
+        if hasattr(value, "_attn_implementation"):
+            changed[name] = copy.copy(value)
+            changed[name]._attn_implementation = "eager"
+    return changed
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:

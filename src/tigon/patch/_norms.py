@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from ..ops.glu import ACTIVATIONS
 from ..ops.layer_norm import layer_norm, layer_norm_reference
-from ..ops.rms_norm import CASTS, rms_norm, rms_norm_reference
+from ..ops.rms_norm import CASTS, _out_dtype, rms_norm, rms_norm_reference
 from ..ops.rms_norm_gated import CASTS as GATED_CASTS
 from ..ops.rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
 from . import _probe
+from ._deferred import Deferred, real
 from ._form import Found, Match, arguments_of, floats_of, is_plain, only_argument, own, run
 from ._probe import Refused
+from ._stream import Stream
+from ._swap import this_thread
 
 
 class NormSettings(NamedTuple):
@@ -344,13 +347,68 @@ def verify_layer_norm(module: nn.Module, generator: torch.Generator) -> Found:
 # ---- replacing ----
 
 
-def rms_norm_forward(self: nn.Module, x: Tensor) -> Any:
+class NormedHeads(Deferred):
+    """The norm of queries or keys that is not computed yet, for a rotation that does it."""
+
+    def __init__(self, norm: nn.Module, x: Tensor, made_by: Callable[[], Tensor]) -> None:
+        weight = weight_of(norm)
+        self.norm, self.x, self.made_by = norm, x, made_by
+        self.shape, self.device = x.shape, x.device
+        self.dtype = _out_dtype(x, weight, norm._tigon.settings.cast)
+        self.real: Tensor | None = None
+
+    def materialise(self) -> Tensor:
+        if self.real is None:
+            self.real = self.made_by()
+        return self.real
+
+    def transpose(self, first: Any, second: Any) -> Any:
+        last = {self.ndim - 1, -1}
+        if self.real is not None or first in last or second in last:
+            return self.materialise().transpose(first, second)
+        return NormedHeads(
+            self.norm, self.x.transpose(first, second), lambda: self.materialise().transpose(first, second)
+        )
+
+
+def weight_of(norm: nn.Module) -> Tensor | None:
+    name = norm._tigon.settings.weight
+    return None if name is None else getattr(norm, name)
+
+
+def _later(norm: nn.Module, x: Tensor) -> NormedHeads:
+    # Not in the forward itself, whose argument is renamed and must be no variable of a closure.
+    return NormedHeads(norm, x, lambda: rms_norm_by(rms_norm, norm, x))
+
+
+def rms_norm_forward(self: nn.Module, x: Any) -> Any:
+    if self.__dict__.get("_tigon_defer") == this_thread() and can_defer(self, x):
+        return _later(self, x)
+    return rms_norm_by(rms_norm, self, x)
+
+
+def rms_norm_by(op: Callable[..., Any], self: nn.Module, x: Any) -> Any:
     norm = self._tigon.settings
-    weight = None if norm.weight is None else getattr(self, norm.weight)
-    if not is_plain(x, weight) or (norm.native_autocast and torch.is_autocast_enabled(x.device.type)):
-        return type(self).forward(self, x)
+    weight = weight_of(self)
+    native = norm.native_autocast and torch.is_autocast_enabled(x.device.type)
+    given = x.terms if type(x) is Stream and x.terms else (real(x),)
+    if native or not is_plain(*given, weight):
+        return type(self).forward(self, real(x))
     size = None if norm.group_size is None else getattr(self, norm.group_size)
-    return rms_norm(x, weight, eps=norm.eps_of(self), offset=norm.offset, cast=norm.cast, group_size=size)
+    options = {"eps": norm.eps_of(self), "offset": norm.offset, "cast": norm.cast, "group_size": size}
+    if len(given) == 1:
+        return op(given[0], weight, **options)
+    # In the order of the layer's own addition, which decides how the sum lies in memory.
+    y, total = op(given[0], weight, residual=given[1], **options)
+    x.settle(total)
+    return y
+
+
+def can_defer(norm: nn.Module, x: Any) -> bool:
+    """Whether the norm of `x` may be left to a rotation."""
+    settings = norm._tigon.settings
+    native = settings.native_autocast and torch.is_autocast_enabled(x.device.type)
+    return not native and settings.group_size is None and x.dim() == 4 and is_plain(x, weight_of(norm))
 
 
 def rms_norm_gated_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -69,6 +69,7 @@ def patch_on_build(
     *,
     only: Iterable[str] | None = None,
     skip: Iterable[str] | None = None,
+    fuse: Iterable[str] = (),
     strict: bool = False,
 ) -> PatchOnBuild:
     """Patch every model of a class when its `__init__` has finished, whoever builds it.
@@ -80,7 +81,7 @@ def patch_on_build(
 
     Args:
         cls: a module class.
-        only, skip, strict: as in `patch`; with `strict` it is the constructor that raises.
+        only, skip, fuse, strict: as in `patch`; with `strict` it is the constructor that raises.
 
     Returns:
         A handle with `remove()`, which can also be used in a `with` statement. Asked twice, a model is patched once,
@@ -91,10 +92,10 @@ def patch_on_build(
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise ValueError(f"patch_on_build: cls: expected a class of torch.nn.Module, got {cls!r}")
-    only, skip = (
-        None if names is None else [names] if isinstance(names, str) else list(names) for names in (only, skip)
+    only, skip, fuse = (
+        None if names is None else [names] if isinstance(names, str) else list(names) for names in (only, skip, fuse)
     )
-    return PatchOnBuild(cls, {"only": only, "skip": skip, "strict": strict}).start()
+    return PatchOnBuild(cls, {"only": only, "skip": skip, "fuse": fuse, "strict": strict}).start()
 
 
 def _patching(cls: type[nn.Module], native: Callable[..., None], inherited: bool) -> Callable[..., None]:

@@ -20,9 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops.qk_norm_rope import qk_norm_rope
 from ..ops.rope import rope, rope_reference
 from . import _probe, _swap
+from ._deferred import Deferred, real
 from ._form import Found, is_plain
+from ._norms import NormedHeads, weight_of
 from ._probe import Refused
 
 
@@ -271,14 +274,25 @@ class _Case(NamedTuple):
 # ---- replacing ----
 
 
-def replacement(native: Any, settings: RopeSettings) -> Callable[..., Any]:
-    """A function called like `native` that runs the kernel where it fits, and `native` elsewhere."""
+def replacement(
+    native: Any,
+    settings: RopeSettings,
+    op: Callable[..., Any] | None = None,
+    with_norms: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """A function called like `native` that runs `op`, the kernel, where it fits, and `native` elsewhere."""
     arguments = _arguments(native)
     names, defaults, num_tensors = arguments.names, arguments.defaults, arguments.num_tensors
     takes_k = arguments.num_heads_tensors == 2
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *(kwargs.get(n, d) for n, d in zip(names[len(args) :], defaults[len(args) :], strict=False))]
+        norms = None
+        if any(isinstance(value, Deferred) for value in values[:2]):
+            norms = _QkNorms.of(*values[:2]) if takes_k and not (settings.inverse or settings.tail) else None
+            if norms is None:
+                return rotate(*real(args), **real(kwargs))
+            values[:2] = norms.heads
         given = dict(zip(names, values, strict=False))
         axis = given["unsqueeze_dim"] if settings.heads is None else settings.heads
         fits = (
@@ -287,11 +301,43 @@ def replacement(native: Any, settings: RopeSettings) -> Callable[..., Any]:
             and _fit(values[:num_tensors], takes_k, axis)
         )
         if not fits:
-            return native(*args, **kwargs)
+            return native(*real(args), **real(kwargs))
         cos, sin = arguments.tables(values)
-        return settings.call(rope, values[0], values[1] if takes_k else None, cos, sin, axis)
+        if norms is not None:
+            return norms.rotate(with_norms or qk_norm_rope, settings, cos, sin, axis)
+        return settings.call(op or rope, values[0], values[1] if takes_k else None, cos, sin, axis)
 
     return rotate
+
+
+class _QkNorms(NamedTuple):
+    """Queries and keys whose norms were left to their rotation."""
+
+    heads: tuple[Tensor, Tensor]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    weights: tuple[Tensor | None, Tensor | None]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, q: Any, k: Any) -> _QkNorms | None:
+        """None where one kernel cannot do both."""
+        if type(q) is not NormedHeads or type(k) is not NormedHeads or q.real is not None or k.real is not None:
+            return None
+        settings, weights = q.norm._tigon.settings, (weight_of(q.norm), weight_of(k.norm))
+        eps = settings.eps_of(q.norm)
+        alike = k.norm._tigon.settings == settings and settings.eps_of(k.norm) == eps
+        if not alike or (weights[0] is None) != (weights[1] is None):
+            return None
+        options = {"eps": eps, "offset": settings.offset, "cast": settings.cast}
+        return cls((q.x, k.x), (q.dtype, k.dtype), weights, options)
+
+    def rotate(self, op: Callable[..., Any], settings: RopeSettings, cos: Tensor, sin: Tensor, axis: int) -> Any:
+        def together(q: Tensor, k: Tensor, *tables: Tensor, inverse: bool, tail: bool, **layout: Any) -> Any:
+            return op(q, k, *self.weights, *tables, **self.options, **layout)
+
+        # The dtype to keep is that of the norm's result.
+        y = settings._replace(keeps_dtype=False).call(together, *self.heads, cos, sin, axis)
+        return tuple(t.to(d) for t, d in zip(y, self.dtypes, strict=True)) if settings.keeps_dtype else y
 
 
 def _fit(tensors: list[Any], takes_k: bool, axis: Any) -> bool:
@@ -309,11 +355,15 @@ def _fit(tensors: list[Any], takes_k: bool, axis: Any) -> bool:
     )
 
 
+def rebuilt_with(forward: Any, functions: dict[str, Any], *ops: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of an attention forward in which the given rotary functions, by their global names, are replaced."""
+    return _rebuilt(forward, {n: replacement(f, verify(f).settings, *ops) for n, f in functions.items()})
+
+
 @_probe.remembered
 def rebound(forward: types.FunctionType, functions: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """A copy of an attention forward in which the given rotary functions, by their global names, are replaced."""
-    new = _rebuilt(forward, {name: replacement(function, verify(function).settings) for name, function in functions})
-    return _swap.signed(new)
+    """The copy that runs the kernels, made once for all instances."""
+    return _swap.signed(rebuilt_with(forward, dict(functions)))  # type: ignore[arg-type]
 
 
 def _rebuilt(function: Any, replaced: dict[str, Any]) -> types.FunctionType:

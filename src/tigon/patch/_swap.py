@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.nn.modules import module as _torch_module
 
 
 class Installed(NamedTuple):
@@ -50,6 +53,25 @@ def signed(function: types.FunctionType) -> types.FunctionType:
     """Mark a function as ours: by itself, since a decorator around it copies its attributes."""
     function.__tigon__ = function  # type: ignore[attr-defined]
     return function
+
+
+def ours_unwatched(module: nn.Module, names: tuple[str, ...], form: str) -> bool:
+    """Whether these children have a forward of ours still, and no hook sees what they are given or give."""
+    if _torch_module._has_any_global_hook():
+        return False
+    for name in names:
+        child = module._modules.get(name)
+        mark = None if child is None else child.__dict__.get("_tigon")
+        if mark is None or mark.form != form or mark.slot != "forward" or not is_installed(child):
+            return False
+        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            return False
+    return True
+
+
+def this_thread() -> int:
+    """Who may be given what is deferred: another thread that runs the same module gets tensors."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def install(module: nn.Module, form: str, variant: str, settings: Any, function: Callable[..., Any]) -> None:

@@ -14,6 +14,7 @@ from tests.zoo import build as zoo
 from torch import nn
 
 import tigon
+from tigon.patch._forms import FUSIONS
 
 # With what each adds to the others.
 NAMES = (
@@ -31,6 +32,7 @@ NAMES = (
     "Qwen2_5_VLForConditionalGeneration",  # a language model within another, three-axis rotation
 )
 ARCHITECTURES = pytest.mark.parametrize("name", NAMES)
+FUSE = pytest.mark.parametrize("fuse", [(), FUSIONS], ids=["apart", "fused"])
 
 
 @pytest.fixture(autouse=True)
@@ -66,25 +68,27 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert error <= 1e-4 * want.abs().max() + rounding, f"{key}: {error:.1e} of {want.abs().max():.1e}"
 
 
+@FUSE
 @ARCHITECTURES
-def test_greedy_generation_gives_the_same_tokens(name: str) -> None:
+def test_greedy_generation_gives_the_same_tokens(name: str, fuse: Any) -> None:
     model, batch = made(name)
     model.eval()
     prompt = {key: value for key, value in batch.items() if key != "labels"}
     options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
     native = model.generate(**prompt, **options)
-    tigon.patch(model)
+    tigon.patch(model, fuse=fuse)
     assert torch.equal(model.generate(**prompt, **options), native)
     assert native.shape[1] > 5
 
 
+@FUSE
 @ARCHITECTURES
-def test_gradient_checkpointing_changes_nothing(name: str) -> None:
+def test_gradient_checkpointing_changes_nothing(name: str, fuse: Any) -> None:
     model, batch = made(name)
     if not model.supports_gradient_checkpointing:
         pytest.skip("not natively")
     native = train(model, batch)
-    tigon.patch(model)
+    tigon.patch(model, fuse=fuse)
     for use_reentrant in (True, False):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
         assert_same(train(model, batch), native)

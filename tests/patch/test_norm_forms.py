@@ -1,4 +1,4 @@
-"""Norms with a gate as their second argument."""
+"""Norms with a gate as their second argument, and those whose offset rounds with the weight."""
 
 from __future__ import annotations
 
@@ -156,3 +156,41 @@ def test_eps_and_groups_are_read_at_every_call() -> None:
     tigon.patch(norm)
     norm.tiny, norm.columns = 0.4, 6
     torch.testing.assert_close(norm(x, z), BeforeInGroups.forward(norm, x, z), rtol=1e-5, atol=1e-5)
+
+
+class RoundedOffset(nn.Module):
+    """One is added in the dtype of the weight: in bf16 a small weight is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(24) * 0.01), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (rms(x.float(), self.eps) * (1.0 + self.weight).float()).type_as(x)
+
+
+class RoundedTwice(RoundedOffset):
+    def forward(self, x: Tensor) -> Tensor:
+        return (1.0 + self.weight) * rms(x.float(), self.eps).to(x.dtype)
+
+
+@pytest.mark.parametrize("norm", [RoundedOffset(), RoundedTwice()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+def test_an_offset_that_rounds_with_the_weight_does_so(norm: nn.Module, weight: torch.dtype) -> None:
+    norm = norm.to(weight)
+    (row,) = tigon.patch(norm)
+    assert row.verdict == "replaced", row.reason
+    assert row.variant.endswith("offset 1, rounded with the weight")
+    with tigon.backend("torch"):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(50, 24, requires_grad=True, dtype=dtype)
+            native, patched = type(norm).forward(norm, x), norm(x)
+            assert patched.dtype == native.dtype
+            assert float(((patched - native).abs() > 1e-5 * native.abs()).float().mean()) < 0.01
+            upstream = torch.randn_like(native)
+            wanted = torch.autograd.grad(native, [x, norm.weight], upstream)
+            got = torch.autograd.grad(patched, [x, norm.weight], upstream)
+            tolerance = 1e-4 if weight == dtype == torch.float32 else 2e-2
+            for a, b in zip(got, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+    tigon.unpatch(norm)

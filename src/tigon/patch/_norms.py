@@ -32,6 +32,8 @@ class NormSettings(NamedTuple):
     eps: str | float
     offset: float = 0.0
     cast: str = "cast_then_scale"
+    # Whether the offset is added, and rounded, in the dtype of the weight.
+    rounds_offset: bool = False
     # The attribute that says how many columns a mean is taken over.
     group_size: str | None = None
     # Some norms have a rule for autocast, which only they know.
@@ -46,10 +48,18 @@ class NormSettings(NamedTuple):
         if self.weight is None:
             notes = ["no weight", "" if self.cast == "cast_then_scale" else self.cast]
         else:
-            notes = [self.cast, "offset 1" if self.offset else ""]
+            notes = [
+                self.cast,
+                "offset 1" if self.offset else "",
+                "rounded with the weight" if self.rounds_offset else "",
+            ]
         if self.gate is not None:
             notes += [f"{self.activation} {'after' if self.norm_before_gate else 'before'}"]
         return ", ".join(note for note in (*notes, "groups" if self.group_size else "") if note)
+
+    def scaled_by(self, weight: Tensor | None) -> tuple[Tensor | None, float]:
+        """The weight and the offset that the operator gets."""
+        return (weight + self.offset, 0.0) if self.rounds_offset and weight is not None else (weight, self.offset)
 
     def eps_of(self, module: nn.Module) -> float:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -271,20 +281,20 @@ def verify_rms_norm(module: nn.Module, generator: torch.Generator) -> Found:
 
     def reference(norm: NormSettings) -> Candidate:
         def call(x: Tensor, weights: dict[str, Tensor], eps: float) -> Tensor:
-            weight = None if norm.weight is None else weights[norm.weight]
+            weight, offset = norm.scaled_by(None if norm.weight is None else weights[norm.weight])
             size = None if norm.group_size is None else getattr(module, norm.group_size)
-            return rms_norm_reference(x, weight, eps=eps, offset=norm.offset, cast=norm.cast, group_size=size)
+            return rms_norm_reference(x, weight, eps=eps, offset=offset, cast=norm.cast, group_size=size)
 
         return call
 
     weighted = [(name, offset) for name in norms.names for offset in (0.0, 1.0)]
     shapes = list(itertools.product([*weighted, (None, 0.0)], (None, *norms.sizes())))
     for eps, ((name, offset), size) in _pairs(norms.epsilons(), shapes):
-        norm = NormSettings(name, None, eps, offset, "none", size, norms.native_autocast)
+        norm = NormSettings(name, None, eps, offset, "none", False, size, norms.native_autocast)
         if not norms.agrees(reference(norm), eps):
             continue
-        for cast in CASTS:
-            norm = norm._replace(cast=cast)
+        for rounds, cast in itertools.product((False, True) if offset else (False,), CASTS):
+            norm = norm._replace(cast=cast, rounds_offset=rounds)
             if (name or cast != "cast_to_weight") and norms.rounds_alike(reference(norm), eps):
                 return Found(norm.variant, norm)
         raise Refused("it rounds to 16 bits in a place that no candidate does")
@@ -305,7 +315,7 @@ def verify_rms_norm_gated(module: nn.Module, generator: torch.Generator) -> Foun
     (weight,), gate = norms.names, arguments_of(module)[1].name
     for eps, (after, activation, size, offset) in _pairs(norms.epsilons(), options):
         norm = NormSettings(
-            weight, None, eps, offset, "scale_then_cast", size, norms.native_autocast, gate, activation, after
+            weight, None, eps, offset, "scale_then_cast", False, size, norms.native_autocast, gate, activation, after
         )
         if not norms.agrees(reference(norm), eps):
             continue
@@ -337,7 +347,7 @@ def verify_layer_norm(module: nn.Module, generator: torch.Generator) -> Found:
             continue
         for cast in ("scale_then_cast", "none"):
             if norms.rounds_alike(reference(weight, bias, offset, cast), eps):
-                settings = NormSettings(weight, bias, eps, offset, cast, None, norms.native_autocast)
+                settings = NormSettings(weight, bias, eps, offset, cast, False, None, norms.native_autocast)
                 variant = "weight, bias" if bias else "weight" if weight else "no weight"
                 return Found(f"{variant}, offset 1" if offset else variant, settings)
         raise Refused("it rounds to 16 bits in a place that no candidate does")
@@ -395,7 +405,8 @@ def rms_norm_by(op: Callable[..., Any], self: nn.Module, x: Any) -> Any:
     if native or not is_plain(*given, weight):
         return type(self).forward(self, real(x))
     size = None if norm.group_size is None else getattr(self, norm.group_size)
-    options = {"eps": norm.eps_of(self), "offset": norm.offset, "cast": norm.cast, "group_size": size}
+    weight, offset = norm.scaled_by(weight)
+    options = {"eps": norm.eps_of(self), "offset": offset, "cast": norm.cast, "group_size": size}
     if len(given) == 1:
         return op(given[0], weight, **options)
     # In the order of the layer's own addition, which decides how the sum lies in memory.

@@ -328,8 +328,9 @@ class _QkNorms(NamedTuple):
         alike = k.norm._tigon.settings == settings and settings.eps_of(k.norm) == eps
         if not alike or (weights[0] is None) != (weights[1] is None):
             return None
-        options = {"eps": eps, "offset": settings.offset, "cast": settings.cast}
-        return cls((q.x, k.x), (q.dtype, k.dtype), weights, options)
+        (q_weight, offset), (k_weight, _) = (settings.scaled_by(weight) for weight in weights)
+        options = {"eps": eps, "offset": offset, "cast": settings.cast}
+        return cls((q.x, k.x), (q.dtype, k.dtype), (q_weight, k_weight), options)
 
     def rotate(self, op: Callable[..., Any], settings: RopeSettings, cos: Tensor, sin: Tensor, axis: int) -> Any:
         def together(q: Tensor, k: Tensor, *tables: Tensor, inverse: bool, tail: bool, **layout: Any) -> Any:

@@ -2,52 +2,65 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ._launch import cdiv, launch, next_power_of_2
 from ._triton import tl, triton
 
-# Few columns, so that even narrow gradients occupy many multiprocessors; their rows are read at once.
+# Few columns, so that even narrow gradients occupy many multiprocessors; a program reads all its rows at once.
 _BLOCK_N, _MAX_BLOCK_P = 16, 512
 
 
 @triton.jit
 def _sum_partials_kernel(
-    partial_ptr, first_ptr, second_ptr, num_partials, num_cols, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+    partial_ptr,
+    out_ptr,
+    num_partials,
+    num_cols,
+    HAS_PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Program (c, m) sums BLOCK_N columns of matrix m of `[2, P, N]` or `[1, P, N]` into the first or second vector."""
+    """Program (c, p) sums BLOCK_N columns of all rows, or of the p-th BLOCK_P rows into row p of the result."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_P)
-    matrix = tl.program_id(1)
-    partial_ptr += matrix.to(tl.int64) * num_partials * num_cols
+    first = tl.program_id(1) * BLOCK_P
     total = tl.zeros([BLOCK_P, BLOCK_N], dtype=tl.float32)
-    for start in range(0, num_partials, BLOCK_P):
+    for start in range(first, first + BLOCK_P if HAS_PARTS else num_partials, BLOCK_P):
         mask = (start + rows < num_partials)[:, None] & (cols < num_cols)[None, :]
-        total += tl.load(partial_ptr + (start + rows)[:, None] * num_cols + cols[None, :], mask=mask, other=0.0)
-    column_sums = tl.sum(total, axis=0)
-    if matrix == 0:
-        tl.store(first_ptr + cols, column_sums, mask=cols < num_cols)
-    else:
-        tl.store(second_ptr + cols, column_sums, mask=cols < num_cols)
+        offsets = (start + rows).to(tl.int64)[:, None] * num_cols + cols[None, :]
+        total += tl.load(partial_ptr + offsets, mask=mask, other=0.0)
+    if HAS_PARTS:
+        out_ptr += tl.program_id(1) * num_cols
+    tl.store(out_ptr + cols, tl.sum(total, axis=0), mask=cols < num_cols)
 
 
-def sum_partials(partial: Tensor, first: Tensor, second: Tensor | None = None) -> None:
-    """Fill `first` with the sum over the rows of `partial`, fp32 `[P, N]`; of `[2, P, N]` also `second`.
-
-    One launch where torch needs two for each, a sum and a change of dtype.
-    """
-    num_partials, num_cols = partial.shape[-2:]
-    grid = cdiv(num_cols, _BLOCK_N), 1 if second is None else 2
-    block_p = min(_MAX_BLOCK_P, next_power_of_2(num_partials))
+def _launch_sum(partial: Tensor, out: Tensor, num_parts: int) -> None:
+    num_partials, num_cols = partial.shape
     launch(
         _sum_partials_kernel,
-        grid,
+        (cdiv(num_cols, _BLOCK_N), num_parts),
         partial,
-        first,
-        first if second is None else second,
+        out,
         num_partials,
         num_cols,
-        BLOCK_P=block_p,
+        HAS_PARTS=num_parts > 1,
+        BLOCK_P=min(_MAX_BLOCK_P, next_power_of_2(num_partials)),
         BLOCK_N=_BLOCK_N,
         num_warps=8,
     )
+
+
+def sum_partials(partial: Tensor, out: Tensor) -> None:
+    """Fill `out`, `[N]` of any dtype, with the sum over the rows of `partial`, contiguous fp32 `[P, N]`.
+
+    One launch where torch needs two, a sum and a change of dtype; two launches for many rows, which one after the
+    other would take longer than the kernel that made them.
+    """
+    num_parts = cdiv(partial.shape[0], _MAX_BLOCK_P)
+    if num_parts > 2:
+        sums = torch.empty((num_parts, partial.shape[1]), dtype=torch.float32, device=partial.device)
+        _launch_sum(partial, sums, num_parts)
+        partial = sums
+    _launch_sum(partial, out, 1)

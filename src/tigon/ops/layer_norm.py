@@ -291,11 +291,11 @@ _MAX_ROWS = 256
 
 
 def _fwd_blocks(num_cols: int) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N, num_warps: about 4096 elements a program, so that a thread holds 32."""
+    """BLOCK_M, BLOCK_N, num_warps: 16 elements a thread of four warps or more, and 32 of wide rows (MEASURED.md)."""
     block_n = next_power_of_2(num_cols)
     if block_n > _MAX_FWD_BLOCK:
         block_n = _WIDE_FWD_BLOCK
-    return min(max(1, 4096 // block_n), _MAX_ROWS), block_n, max(4, block_n // 1024)
+    return min(max(1, 2048 // block_n), _MAX_ROWS), block_n, max(4, min(8, block_n // 512), block_n // 1024)
 
 
 def _bwd_blocks(num_cols: int) -> tuple[int, int, int, int]:
@@ -449,7 +449,10 @@ def _bwd(
                 num_warps=num_warps,
             )
     if needs_dw or needs_db:
-        sum_partials(partial, dw if needs_dw else db, db if needs_dw and needs_db else None)
+        if needs_dw:
+            sum_partials(partial[0], dw)
+        if needs_db:
+            sum_partials(partial[-1], db)
     return dx, dw, db
 
 

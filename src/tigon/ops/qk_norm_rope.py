@@ -30,6 +30,7 @@ from torch import Tensor
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._launch import cdiv, launch, next_power_of_2, pipeline_stages
 from ._op import define, once_differentiable, op, runs_reference
+from ._partials import sum_partials
 from ._triton import tl, triton
 from .rms_norm import CASTS, Cast, _out_dtype, _rounded, rms_norm_reference
 from .rope import (
@@ -291,12 +292,11 @@ def _bwd_heads(
                 tl.store(dx_rows + rest, rstd * (g3 - n3 * mean), mask=rest_mask)
     if NEEDS_DW:
         first, second, col_mask = _pair_columns(PAIRS_IN, HALF, BLOCK_R)
-        out = partial_ptr + tl.program_id(0).to(tl.int64) * HEAD_DIM
-        tl.store(out + first, tl.sum(dw1, axis=0), mask=col_mask)
-        tl.store(out + second, tl.sum(dw2, axis=0), mask=col_mask)
+        tl.store(partial_ptr + first, tl.sum(dw1, axis=0), mask=col_mask)
+        tl.store(partial_ptr + second, tl.sum(dw2, axis=0), mask=col_mask)
         if REST > 0:
             cols = tl.arange(0, BLOCK_REST)
-            tl.store(out + 2 * HALF + cols, tl.sum(dw3, axis=0), mask=cols < REST)
+            tl.store(partial_ptr + 2 * HALF + cols, tl.sum(dw3, axis=0), mask=cols < REST)
 
 
 @triton.jit
@@ -322,6 +322,10 @@ def _qk_norm_rope_bwd_kernel(
     s1, s2 = _load_table(
         sin_ptr, sin_stride_b, sin_stride_s, sin_stride_r, batch, tokens, mask, FULL_TABLES, PAIRS_OUT, HALF, BLOCK_R
     )
+    # Rows of one group after the other, so that those of q and those of k are each a matrix.
+    num_groups = q_groups + k_groups
+    partial_row = group * (tl.num_programs(0) // num_groups) + tl.program_id(0) // num_groups
+    partial_ptr += partial_row.to(tl.int64) * (2 * HALF + REST)
     if HAS_Q and group < q_groups:
         _bwd_heads(
             q_ptr, q_weight_ptr, dq_out_ptr, dq_ptr, partial_ptr,
@@ -347,9 +351,9 @@ def _qk_norm_rope_bwd_kernel(
 
 # ---- operators ----
 
-# Elements of a head's rows at a time and heads one after the other of a program: forward as measured for `rope`;
-# backward twice as much each, since every program leaves a row of partial sums to be read again.
-_FWD_SIZES = 1024, 4
+# Elements of a head's rows at a time and heads one after the other of a program (MEASURED.md). More at a time in the
+# backward, since every program leaves a row of partial sums to be read again.
+_FWD_SIZES = 512, 8
 _BWD_SIZES = 2048, 8
 
 
@@ -526,7 +530,7 @@ def _bwd(
     k_groups = 0 if dk_out is None else cdiv(num_k_heads, num_heads)
     num_groups, num_blocks = q_groups + k_groups, q.shape[0] * cdiv(num_tokens, block_t)
     needs_dw = needs[2] or needs[3]
-    partial = q.new_empty((num_blocks, num_groups, head_dim) if needs_dw else (0,), dtype=torch.float32)
+    partial = q.new_empty((num_groups, num_blocks, head_dim) if needs_dw else (0,), dtype=torch.float32)
     no_strides = (0, 0, 0)
     bytes_of_q = q.element_size() + (0 if dq_out is None else dq_out.element_size())
     bytes_of_k = k.element_size() + (0 if dk_out is None else dk_out.element_size())
@@ -571,9 +575,9 @@ def _bwd(
         **tile,
     )
     if needs[2]:
-        dq_weight.copy_(partial[:, :q_groups].sum((0, 1)))
+        sum_partials(partial[:q_groups].view(-1, head_dim), dq_weight)
     if needs[3]:
-        dk_weight.copy_(partial[:, q_groups:].sum((0, 1)))
+        sum_partials(partial[q_groups:].view(-1, head_dim), dk_weight)
     return dq, dk, dq_weight, dk_weight
 
 

@@ -209,7 +209,7 @@ def test_blocks_fit_registers_and_shared_memory(num_cols: int) -> None:
         block_m, block_n, num_warps, per_sm = _bwd_blocks(num_cols)
         assert block_n >= num_cols
         assert block_m * block_n <= (32 if num_cols <= 4096 else 16) * 32 * num_warps
-        # With all the registers that a thread can have, all programs are resident: a second wave would undo the balance.
+        # With all registers that a thread can have, all programs are resident: a second wave undoes the balance.
         assert per_sm * num_warps * 32 * (256 if num_warps <= 8 else 128) <= 65536
         for itemsize in (2, 4):
             tile = 2 * itemsize * block_m * block_n

@@ -118,6 +118,19 @@ def test_ms_swift() -> None:
         importlib.import_module("liger_kernel.chunked_loss")
 
 
+@pytest.mark.parametrize("name", ["DPO", "KTO", "GRPO", "JSD", "ORPO", "CPO", "SimPO"])
+def test_trl_to_1_10(name: str) -> None:
+    """Its trainers but the supervised one import a chunked loss where they find liger_kernel: that says why not."""
+    with pytest.raises(ImportError, match="no preference, policy and distillation losses") as caught:
+        exec(f"from liger_kernel.chunked_loss import LigerFusedLinear{name}Loss")
+    assert "docs/liger.md" in str(caught.value)
+    module = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    model = build("Qwen2")
+    module._apply_liger_kernel_to_instance(model=model)
+    with pytest.raises(ValueError, match="return_token_accuracy: the loss of a patched model has no such option"):
+        model(**batch(), return_token_accuracy=True)
+
+
 def test_verl() -> None:
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 

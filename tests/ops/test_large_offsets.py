@@ -25,6 +25,8 @@ call = {
     "rms_norm of groups": lambda x: tigon.rms_norm(x, group_size=4),
     "rms_norm_gated": lambda x: tigon.rms_norm_gated(x, torch.ones(8).half(), x),
     "glu interleaved": lambda x: tigon.glu(x, interleaved=True),
+    "softmax": tigon.softmax,
+    "log_softmax": tigon.log_softmax,
 }[sys.argv[1]]
 results = []
 for x in (far, far.contiguous()):
@@ -38,7 +40,18 @@ assert all(torch.equal(a, b) for a, b in zip(*results)), results
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reserves address space the way Linux does")
 @pytest.mark.parametrize(
-    "name", ["glu", "swiglu", "layer_norm", "rms_norm", "rms_norm of groups", "rms_norm_gated", "glu interleaved"]
+    "name",
+    [
+        "glu",
+        "swiglu",
+        "layer_norm",
+        "rms_norm",
+        "rms_norm of groups",
+        "rms_norm_gated",
+        "glu interleaved",
+        "softmax",
+        "log_softmax",
+    ],
 )
 def test_rows_far_apart(name: str) -> None:
     done = subprocess.run(

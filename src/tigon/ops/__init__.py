@@ -9,6 +9,7 @@ from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
 from .rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
 from .rope import rope, rope_reference
+from .softmax import log_softmax, log_softmax_reference, softmax, softmax_reference
 
 __all__ = [
     "OPS",
@@ -27,6 +28,8 @@ __all__ = [
     "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "log_softmax",
+    "log_softmax_reference",
     "qk_norm_rope",
     "qk_norm_rope_reference",
     "rms_norm",
@@ -35,6 +38,8 @@ __all__ = [
     "rms_norm_reference",
     "rope",
     "rope_reference",
+    "softmax",
+    "softmax_reference",
     "swiglu",
     "swiglu_reference",
     "why_not",

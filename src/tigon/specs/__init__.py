@@ -18,6 +18,8 @@ NAMES = (
     "qk_norm_rope",
     "cross_entropy",
     "linear_cross_entropy",
+    "softmax",
+    "log_softmax",
 )
 
 

@@ -129,6 +129,12 @@ def _linear_cross_entropy(
     return out[0] if isinstance(out, tuple) else out
 
 
+def _softmax(x: Tensor, **options: Any) -> Tensor:
+    if options:
+        raise NotImplementedError(f"no {', '.join(options)}")
+    return _ops().LigerSoftmaxFunction.apply(x)
+
+
 PEER = Peer(
     "liger",
     "liger_kernel",
@@ -140,6 +146,7 @@ PEER = Peer(
         "qk_norm_rope": _qk_norm_rope,
         "cross_entropy": _cross_entropy,
         "linear_cross_entropy": _linear_cross_entropy,
+        "softmax": _softmax,
     },
     distribution="liger-kernel",
 )

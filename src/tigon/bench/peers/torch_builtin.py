@@ -41,5 +41,11 @@ def _cross_entropy(
 PEER = Peer(
     "torch_builtin",
     "torch",
-    {"rms_norm": _rms_norm, "layer_norm": _layer_norm, "cross_entropy": _cross_entropy},
+    {
+        "rms_norm": _rms_norm,
+        "layer_norm": _layer_norm,
+        "cross_entropy": _cross_entropy,
+        "softmax": lambda x, **options: F.softmax(x, -1, **options),
+        "log_softmax": lambda x, **options: F.log_softmax(x, -1, **options),
+    },
 )

@@ -62,7 +62,7 @@ class Contestant:
         made = flatten(self.function(**self.inputs, **self.checker.case.options))
         return [y for y in made.values() if y.requires_grad]
 
-    def prepare(self, mode: str) -> Callable[[], Any]:
+    def prepare(self, mode: str, *, retain_graph: bool = False) -> Callable[[], Any]:
         self._fresh()
         leaves = [self.inputs[k] for k in self.checker.wanted]
         if mode == "forward":
@@ -70,7 +70,7 @@ class Contestant:
         outputs = self._outputs()
         upstream = self._upstream(outputs)
         if mode == "backward":
-            return lambda: torch.autograd.grad(outputs, leaves, upstream)  # type: ignore[arg-type]
+            return lambda: torch.autograd.grad(outputs, leaves, upstream, retain_graph=retain_graph)  # type: ignore[arg-type]
         return lambda: torch.autograd.grad(self._outputs(), leaves, upstream)  # type: ignore[arg-type]
 
     def budget_used(self) -> float:
@@ -177,11 +177,14 @@ def measure_case(
     torch.cuda.empty_cache()
     peaks = {name: peak_mib(lambda c=c: c.prepare("both")) for name, c in ready.items()}
     cost = spec.cost(case, dtype.itemsize)
+    # A capture that fails can leave its memory behind, so what waits for the device is not tried.
+    synchronising = {peer.name for peer in peers if spec.name in peer.synchronises}
     for mode in modes:
         prepare: Mapping[str, Any] = {name: (lambda c=c, m=mode: c.prepare(m)) for name, c in ready.items()}
         device = device_times(prepare, rounds=rounds)
         host = host_times(prepare, rounds=rounds)
-        graphs = _graphs(ready, mode, max(peaks.values()), rounds, say)
+        capturable = {name: c for name, c in ready.items() if name not in synchronising}
+        graphs = _graphs(capturable, mode, max(peaks[name] for name in capturable), rounds, say)
         gc.collect()
         torch.cuda.empty_cache()
         moved = {"forward": cost.forward_bytes, "backward": cost.backward_bytes}.get(
@@ -220,7 +223,7 @@ def measure_case(
 def _graphs(
     ready: Mapping[str, Contestant], mode: str, peak_mib: float, rounds: int, say: Callable[[str], None]
 ) -> dict[str, Timing]:
-    """Kernel times in graph replay of all that can be captured."""
+    """Kernel times in graph replay of `ready`, which can be captured."""
     bytes_a_call = next(iter(ready.values())).input_bytes
     wanted = min(_MAX_REPLICAS, 1 + _REPLICA_BYTES // max(bytes_a_call, 1))
     fits = int(_MAX_GRAPH_BYTES // (2 * bytes_a_call + peak_mib * 2**20)) // max(len(ready), 1)
@@ -231,7 +234,8 @@ def _graphs(
 
         def replicas(contestant: Contestant = contestant) -> list[Callable[[], Any]]:
             copies = [Contestant(contestant.function, contestant.checker) for _ in range(count)]
-            return [copy.prepare(mode) for copy in copies]
+            # Retained, or a captured backward would free what it reads again in every replay.
+            return [copy.prepare(mode, retain_graph=True) for copy in copies]
 
         try:
             graph, num_calls, alive = capture(lambda c=contestant: c.prepare(mode), replicas)  # type: ignore[misc]
@@ -273,10 +277,14 @@ def measure_op(
     roof = copy_gbps()
     say(f"copy bandwidth {roof:.0f} GB/s")
     for case in chosen:
-        yield list(
-            measure_case(
-                spec, case, peers, dtype=dtype, modes=modes, roof_gbps=roof, command=command, rounds=rounds, say=say
+        try:
+            yield list(
+                measure_case(
+                    spec, case, peers, dtype=dtype, modes=modes, roof_gbps=roof, command=command, rounds=rounds, say=say
+                )
             )
-        )
+        except torch.OutOfMemoryError as error:
+            # Of a smaller GPU than the case needs; the other cases may fit.
+            say(f"{spec.name}[{case.name}]: not measured: {str(error).splitlines()[0]}")
         gc.collect()
         torch.cuda.empty_cache()

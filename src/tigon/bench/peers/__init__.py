@@ -23,12 +23,14 @@ class Peer:
         requires: import name that must be present.
         provides: operator name to a function with that operator's signature.
         distribution: package whose version is recorded.
+        synchronises: operators that wait for the device, which no CUDA graph can capture.
     """
 
     name: str
     requires: str
     provides: Mapping[str, Callable[..., Any]]
     distribution: str = "torch"
+    synchronises: frozenset[str] = frozenset()
 
     @property
     def is_available(self) -> bool:

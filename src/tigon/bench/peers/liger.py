@@ -149,4 +149,5 @@ PEER = Peer(
         "softmax": _softmax,
     },
     distribution="liger-kernel",
+    synchronises=frozenset({"cross_entropy", "linear_cross_entropy"}),
 )

@@ -259,6 +259,66 @@ def test_cross_entropy_asked_of_what_has_none_or_another_warns() -> None:
         _apply_liger_kernel_to_instance(model, cross_entropy=True)
 
 
+def test_the_fused_loss_takes_the_place_of_that_of_stored_logits() -> None:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    model = build()
+    for _ in range(2):
+        apply_liger_kernel_to_llama(model=model, cross_entropy=True)
+    report = apply_liger_kernel_to_llama(model=model)
+    assert report.loss == "fused"
+    assert forms(model) == ALL
+    assert_same_step(model, build())
+    tigon.unpatch(model)
+    assert "_loss_function" not in model.__dict__
+    apply_liger_kernel_to_llama(cross_entropy=True)
+    apply_liger_kernel_to_llama()
+    assert forms(build()) == ALL
+
+
+@pytest.mark.parametrize("value", ["false", "True", 2, 0.5, []])
+def test_flags_are_truth_values(value: Any) -> None:
+    from liger_kernel.transformers import (
+        AutoLigerKernelForCausalLM,
+        _apply_liger_kernel,
+        _apply_liger_kernel_to_instance,
+        apply_liger_kernel_to_llama,
+    )
+
+    for call in (
+        lambda: apply_liger_kernel_to_llama(rope=value),
+        lambda: apply_liger_kernel_to_llama(model=build(), rope=value),
+        lambda: _apply_liger_kernel("llama", rope=value),
+        lambda: _apply_liger_kernel_to_instance(build("Cohere"), rope=value),
+        lambda: AutoLigerKernelForCausalLM.from_config(config_of("Llama"), rope=value),
+    ):
+        with pytest.raises(ValueError, match="rope: expected True, False or None"):
+            call()
+    model = build()
+    apply_liger_kernel_to_llama(model=model, rope=0, swiglu=1)
+    assert forms(model) == ALL - {"rope"}
+
+
+def test_what_is_no_model_is_refused() -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama
+
+    for given in ("a path", transformers.LlamaForCausalLM, config_of("Llama")):
+        for flags in ({}, dict.fromkeys(["rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"], False)):
+            with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module, got"):
+                apply_liger_kernel_to_llama(model=given, **flags)
+    with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module, got NoneType"):
+        _apply_liger_kernel_to_instance(None)
+
+
+def test_the_function_of_another_family_patches_what_is_there() -> None:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    model = build("Qwen3")
+    apply_liger_kernel_to_llama(model=model)
+    assert forms(model) == ALL
+    assert_same_step(model, build("Qwen3"))
+
+
 @pytest.mark.parametrize("option", ["use_token_scaling", "return_token_accuracy", "label_smoothing"])
 def test_options_of_the_forward_are_refused_by_name(option: str) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -75,6 +77,64 @@ def test_who_asked_too_early_may_ask_again(unnamed: Any) -> None:
     unnamed.install()
     unnamed.install()
     assert available()
+
+
+def test_who_takes_it_out_of_the_modules_gets_it_again(unnamed: Any) -> None:
+    unnamed.install()
+    first = importlib.import_module("liger_kernel.transformers")
+    for name in [name for name in sys.modules if name.startswith("liger_kernel")]:
+        del sys.modules[name]
+    assert importlib.metadata.version("liger-kernel") == "0.9.0"
+    again = importlib.import_module("liger_kernel.transformers")
+    assert again is not first
+    assert again.__spec__.origin == first.__spec__.origin
+    del sys.modules["liger_kernel"]
+    unnamed.install()
+    importlib.reload(sys.modules["liger_kernel"])
+    assert len([finder for finder in sys.meta_path if isinstance(finder, unnamed._Finder)]) == 1
+    with pytest.raises(ImportError, match="no counterpart"):
+        importlib.import_module("liger_kernel.chunked_loss")
+
+
+def test_without_transformers() -> None:
+    out = run(
+        """
+        import sys
+        sys.modules["transformers"] = sys.modules["peft"] = None
+        import tigon.as_liger, torch
+        import liger_kernel.transformers as module
+        from liger_kernel.transformers import LigerRMSNorm
+
+        print(LigerRMSNorm(8)(torch.ones(2, 8)).shape, module.is_transformers_available())
+        try:
+            module.apply_liger_kernel_to_llama
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert out.splitlines() == [
+        "torch.Size([2, 8]) False",
+        "liger_kernel.transformers.apply_liger_kernel_to_llama needs transformers: pip install 'tigon[hf]'",
+    ]
+
+
+def test_a_patched_model_goes_to_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from tests.compat.conftest import batch, config_of, put_loss
+
+    model = pytest.importorskip("transformers").LlamaForCausalLM(config_of("Llama"))
+    _apply_liger_kernel_to_instance(model, cross_entropy=True)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=put_loss, args=(model, queue))
+    with monkeypatch.context() as patched:
+        # A new process would run the kernels in the interpreter too.
+        patched.delenv("TRITON_INTERPRET", raising=False)
+        process.start()
+    there, is_known = queue.get(timeout=60)
+    process.join()
+    assert there == pytest.approx(model(**batch()).loss.item(), rel=1e-5)
+    assert is_known
 
 
 def test_with_the_distribution(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,20 @@ def install() -> None:
     if not _is_ours(sys.modules.get(NAME)):
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.append(_Finder())
-        spec = importlib.util.spec_from_file_location(
-            NAME, _HERE / "__init__.py", submodule_search_locations=[str(_HERE)]
-        )
-        assert spec is not None
-        assert spec.loader is not None
+        spec = _spec()
         module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
+        assert spec.loader is not None
         spec.loader.exec_module(module)
     # Asked before, transformers remembers that there is none.
     remembered = getattr(sys.modules.get("transformers.utils.import_utils"), "is_liger_kernel_available", None)
     if hasattr(remembered, "cache_clear"):
         remembered.cache_clear()
+
+
+def _spec() -> ModuleSpec:
+    spec = importlib.util.spec_from_file_location(NAME, _HERE / "__init__.py", submodule_search_locations=[str(_HERE)])
+    assert spec is not None
+    return spec
 
 
 def _is_ours(module: Any) -> bool:
@@ -70,6 +74,8 @@ def _other() -> str:
     if file is None:
         return ""
     folder = Path(file).parent
+    if folder == _HERE:
+        return ""
     if _MARK not in Path(file).read_text(encoding="utf-8"):
         return f"in {folder}"
     rest = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__"}
@@ -81,7 +87,8 @@ class _Distribution(importlib.metadata.Distribution):
 
     def read_text(self, filename: str) -> str | None:
         if filename == "METADATA":
-            return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {sys.modules[NAME].__version__}\n"
+            version = importlib.import_module(NAME).__version__
+            return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\n"
         return f"{NAME}\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: Any) -> Any:
@@ -89,16 +96,20 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(importlib.metadata.DistributionFinder):
-    """Finds the metadata, and says of modules that Liger-Kernel has and this package has not why that is so."""
+    """Finds the package again where it was taken out of `sys.modules`, and its metadata; says of modules that
+    Liger-Kernel has and this package has not why that is so."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name == NAME:
+            return _spec()
         if name.startswith(f"{NAME}.") and _is_ours(sys.modules.get(NAME)):
             sys.modules[NAME].refuse_module(name)
+        return None
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         name = getattr(context, "name", None)
         asked = None if name is None else re.sub(r"[-_.]+", "-", name).lower()
-        if asked in (None, "liger-kernel") and _is_ours(sys.modules.get(NAME)):
+        if asked in (None, "liger-kernel"):
             yield _Distribution()
 
 

@@ -64,7 +64,17 @@ def stored_logits_loss(
 
 
 def apply_to(model: nn.Module, chosen: dict[str, bool]) -> Report | None:
-    """Patch a model as the flags say; None when they are all off."""
+    """Patch a model as the flags say; None when they are all off.
+
+    Raises:
+        ValueError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if chosen.get("fused_linear_cross_entropy"):
+        # The loss that an earlier call put there is not the model's own.
+        for module in model.modules():
+            _restore_loss(module)
     only = list(dict.fromkeys(form for flag, forms in FORMS_OF.items() if chosen.get(flag) for form in forms))
     report = patch(model, only=only) if only else None
     if chosen.get("cross_entropy"):
@@ -86,6 +96,10 @@ def _undo(module: nn.Module) -> None:
     module.__dict__.pop(LENIENT, None)
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook in (_before, _without_skip_logits)]:
         del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+    _restore_loss(module)
+
+
+def _restore_loss(module: nn.Module) -> None:
     before = module.__dict__.pop(_LOSS_BEFORE, None)
     if before is not None and module.__dict__.get("_loss_function") is stored_logits_loss:
         del module.__dict__["_loss_function"]

@@ -55,9 +55,13 @@ def _chosen(name: str, given: dict[str, Any]) -> dict[str, bool]:
     """What to do: the defaults and what was said; of the two losses the one that was asked for.
 
     Raises:
-        ValueError: both losses were asked for, or one whose function was replaced, or one kind of gated MLP only
-            where there may be both.
+        ValueError: a flag is no truth value, both losses were asked for, or one whose function was replaced, or one
+            kind of gated MLP only where there may be both.
     """
+    for flag, value in given.items():
+        # Text such as "false" would be true.
+        if value not in (None, True, False):
+            raise ValueError(f"{name}: {flag}: expected True, False or None, got {value!r}")
     if all(given.get(loss) for loss in _LOSSES):
         raise ValueError("cross_entropy and fused_linear_cross_entropy cannot both be True")
     flags = _flags(name)

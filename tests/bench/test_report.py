@@ -64,9 +64,18 @@ def test_broken_line_is_named(tmp_path: Path) -> None:
 def test_table_shows_both_sides_and_marks_the_fastest() -> None:
     table = report.markdown_table([_row(ms=1.5), _row("liger", 1.25), _row(mode="forward")])
     (line,) = [t for t in table.splitlines() if t.startswith("| rms_norm")]
-    assert "| 1.500 | **1.250** | - | - | - |" in line
+    assert "| 1.500 | **1.250** |" in line
     assert "M 8 x N 4 |" in line
     assert "tigon bench --output" in table
+
+
+def test_table_prefers_kernel_time_and_marks_what_is_not_exact() -> None:
+    exact = dataclasses.replace(_row(), graph_ms=0.8, graph_percent=93.0)
+    wrong = dataclasses.replace(_row("liger", 2.0), budget_used=1.01)
+    (line,) = [t for t in report.markdown_table([exact, wrong]).splitlines() if t.startswith("| rms_norm")]
+    assert "| 93 % |" in line
+    assert "| 2.000 † |" in line
+    assert "-" not in line.split("|")[3:-2]
 
 
 def test_readme_is_rewritten_between_markers_only(tmp_path: Path) -> None:
@@ -86,8 +95,9 @@ def test_readme_is_rewritten_between_markers_only(tmp_path: Path) -> None:
 def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
-    report.plot([_row(), _row("liger", 2.0)], path)
+    report.plot([_row(), _row("liger", 2.0), _row("tigon@abc")], path, path.with_suffix(".svg"))
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.with_suffix(".svg").read_text().startswith("<?xml")
 
 
 def test_unknown_peer_is_refused() -> None:

@@ -45,9 +45,10 @@ def text_table(rows: Sequence[Row]) -> str:
 
 def markdown_table(rows: Sequence[Row]) -> str:
     """Forward plus backward of each case, all implementations side by side, with what is needed to repeat it."""
+    shown = [name for name in _SHOWN if any(r.implementation == name for r in rows)]
     lines = [
-        "| operator | size | " + " | ".join(_SHOWN) + " | tigon, of the roof | peak MiB, tigon / liger |",
-        "|---|---|" + "---|" * (len(_SHOWN) + 2),
+        "| operator | size | " + " | ".join(shown) + " | tigon, of the roof | peak MiB, tigon / liger |",
+        "|---|---|" + "---|" * (len(shown) + 2),
     ]
     for (op, case, mode), found in _cases(rows).items():
         ours = found.get(OURS)
@@ -55,20 +56,22 @@ def markdown_table(rows: Sequence[Row]) -> str:
             continue
         fastest = min(r.device_ms for n, r in found.items() if n in _SHOWN)
         cells = []
-        for name in _SHOWN:
+        for name in shown:
             row = found.get(name)
-            cell = "-" if row is None else f"{row.device_ms:.3f}"
+            cell = "-" if row is None else f"{row.device_ms:.3f}" + (" †" if row.budget_used > 1 else "")
             cells.append(f"**{cell}**" if row is not None and row.device_ms == fastest else cell)
         liger = found.get("liger")
         peak = f"{ours.peak_mib:.0f} / {liger.peak_mib:.0f}" if liger else f"{ours.peak_mib:.0f}"
         label = f"{op}, {case}"
-        lines.append(f"| {label} | {_size(ours)} | {' | '.join(cells)} | {ours.percent_of_roof:.0f} % | {peak} |")
+        lines.append(f"| {label} | {_size(ours)} | {' | '.join(cells)} | {_percent(ours):.0f} % | {peak} |")
     some = next(iter(rows))
     lines += [
         "",
         f"Milliseconds for forward and backward, {some.dtype}, cold cache, medians of interleaved launches on one "
         f"{some.gpu}; torch {some.torch}, Triton {some.triton}, {_versions(rows)}, {some.date}. The roof is the copy "
-        "bandwidth, or the matrix products alone, measured in the same run. "
+        "bandwidth, or the matrix products alone, measured in the same run, and the percentage that of the kernels in "
+        "the replay of a CUDA graph where the row has one. † is further from the fp64 result than twice the error of "
+        "plain PyTorch in the same dtype. "
         "Repeat with `tigon bench --output benchmarks/results`; each row there has its own command and commit.",
     ]
     return "\n".join(lines)

@@ -77,10 +77,12 @@ def version_of(distribution: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of a checkout; TIGON_COMMIT names that of sources that are copied without their history."""
+    """The commit of a checkout; TIGON_COMMIT names that of sources copied without it, or with another history."""
+    if named := os.environ.get("TIGON_COMMIT"):
+        return named
     here = Path(__file__).parent
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else os.environ.get("TIGON_COMMIT", "")
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def gpu_folder(gpu: str) -> str:

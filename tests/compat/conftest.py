@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -51,6 +52,23 @@ def _classes_as_before() -> Iterator[None]:
     yield
     for handle in [handle for handles in list(_on_build._asked.values()) for handle in handles]:
         handle.remove()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors are tiny: beside other processes, threads mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def quick_collection() -> Iterator[None]:
+    """Trainers collect garbage at every turn: let that be only what the test made."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def config_of(family: str, **options: Any) -> Any:

@@ -472,7 +472,7 @@ def test_one_graph(flags: dict[str, bool]) -> None:
     """Hooks and losses are traced, backward too."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    native, model = build(), build()
+    native, model = (build(num_hidden_layers=1) for _ in range(2))
     _apply_liger_kernel_to_instance(model, **flags)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     loss = compiled(**batch()).loss

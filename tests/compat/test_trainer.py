@@ -27,7 +27,7 @@ pytest.importorskip("accelerate")
 
 
 @pytest.fixture(autouse=True)
-def _plain_torch() -> Iterator[None]:
+def _plain_torch(quick_collection: None) -> Iterator[None]:
     with tigon.backend("torch"):
         yield
 

@@ -21,7 +21,7 @@ WORDS = [f"w{i}" for i in range(40)]
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _quiet(quick_collection: None) -> Iterator[None]:
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     with tigon.backend("torch"):

@@ -9,6 +9,7 @@ from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
 from .rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
 from .rope import rope, rope_reference
+from .sandwich_norm import sandwich_norm, sandwich_norm_reference
 from .softmax import log_softmax, log_softmax_reference, softmax, softmax_reference
 
 __all__ = [
@@ -38,6 +39,8 @@ __all__ = [
     "rms_norm_reference",
     "rope",
     "rope_reference",
+    "sandwich_norm",
+    "sandwich_norm_reference",
     "softmax",
     "softmax_reference",
     "swiglu",

@@ -10,6 +10,7 @@ __all__ = ["Case", "Cost", "Make", "Mutation", "OpSpec", "all_specs"]
 NAMES = (
     "rms_norm",
     "rms_norm_gated",
+    "sandwich_norm",
     "layer_norm",
     "glu",
     "swiglu",

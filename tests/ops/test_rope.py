@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import tigon
+from tigon.ops._triton import INTERPRETED
 from tigon.ops.rope import rope, rope_reference
 
 B, S, HQ, HK, D = 2, 7, 4, 2, 16
@@ -505,9 +507,99 @@ def test_one_graph_for_all_lengths(with_k: bool) -> None:
 def test_operator_is_registered_rightly() -> None:
     q, k = heads(HQ), heads(HK)
     cos, sin = angles(torch.arange(S), D)
-    rest = ("half", "full", 1, False, False, False, [0, 2, 1, 3], [0, 1, 2, 3], torch.float32, torch.float32)
-    torch.library.opcheck(torch.ops.tigon.rope_rotate.default, (q, k, cos, sin, *rest))
-    torch.library.opcheck(torch.ops.tigon.rope_rotate.default, (q, None, cos, sin, *rest))
+    orders, dtypes = ([0, 2, 1, 3], [0, 1, 2, 3]), (torch.float32, torch.float32)
+    rotate = torch.ops.tigon.rope_rotate.default
+    options = ("half", "full", 1, False, False, None, False)
+    torch.library.opcheck(rotate, (q, k, cos, sin, None, *options, *orders, *dtypes))
+    torch.library.opcheck(rotate, (q, None, cos, sin, torch.arange(S), *options, *orders, *dtypes))
+
+
+def test_packed_sequences_take_the_rows_of_their_positions(device: torch.device) -> None:
+    lengths = (3, 5, 1)
+    position_ids = torch.cat([torch.arange(n) for n in lengths])
+    q, k = torch.randn(1, 2, 9, 8, device=device), torch.randn(1, 1, 9, 8, device=device)
+    cos, sin = (t.to(device) for t in angles(torch.arange(16), 8))
+    packed = tigon.rope(q, k, cos, sin, position_ids=position_ids.to(device))
+    for x, y in zip((q, k), packed, strict=True):
+        start = 0
+        for n in lengths:
+            alone = tigon.rope(x[:, :, start : start + n], None, cos[:n], sin[:n])
+            torch.testing.assert_close(y[:, :, start : start + n], alone, rtol=0, atol=0)
+            start += n
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+@pytest.mark.parametrize("shape", [(S,), (1, S), (2, S)])
+def test_position_ids_are_rows(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    q, k = (torch.randn(2, h, S, 8, device=device, requires_grad=True) for h in (3, 1))
+    cos, sin = torch.randn(20, 8, device=device), torch.randn(20, 8, device=device)
+    position_ids = torch.randint(0, 20, shape, dtype=dtype, device=device)
+    rows = position_ids.long()
+    actual = tigon.rope(q, k, cos, sin, position_ids=position_ids)
+    expected = tigon.rope(q, k, cos[rows], sin[rows])
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+    upstream = [torch.randn_like(y) for y in expected]
+    gradients = (torch.autograd.grad(y, (q, k), upstream) for y in (actual, expected))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tables", ["full", "half"])
+@pytest.mark.parametrize("sections", [(4,), (1, 3), (1, 1, 2), (1, 1, 1, 1)])
+def test_sections_take_their_own_table(tables: str, sections: tuple[int, ...], device: torch.device) -> None:
+    q, k = (torch.randn(2, h, 5, 10, device=device, requires_grad=True) for h in (3, 1))
+    cos, sin = (torch.randn(len(sections), 2, 5, 8 if tables == "full" else 4, device=device) for _ in range(2))
+    plane = [i for i, n in enumerate(sections) for _ in range(n)] * (2 if tables == "full" else 1)
+    merged = [torch.stack([t[p, ..., c] for c, p in enumerate(plane)], -1) for t in (cos, sin)]
+    actual = tigon.rope(q, k, cos, sin, tables=tables, sections=sections)
+    expected = tigon.rope(q, k, *merged, tables=tables)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+    upstream = [torch.randn_like(y) for y in expected]
+    gradients = (torch.autograd.grad(y, (q, k), upstream) for y in (actual, expected))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_ids": torch.tensor([0, 1, 20])}, "rope: position_ids: expected rows from 0 to 19, got 0 to 20"),
+        ({"position_ids": torch.tensor([-1, 1, 2])}, "rope: position_ids: expected rows from 0 to 19, got -1 to 2"),
+        ({"position_ids": torch.zeros(4, dtype=torch.int64)}, r"rope: position_ids: expected \(3,\), got \(4,\)"),
+        ({"position_ids": torch.zeros(3)}, "rope: position_ids: expected an integer dtype, got torch.float32"),
+        ({"position_ids": torch.zeros(3, dtype=torch.bool)}, "rope: position_ids: expected an integer dtype"),
+        ({"sections": (2, 2)}, r"rope: cos: expected four axes together with sections, got \(20, 8\)"),
+        (
+            {"position_ids": torch.arange(3), "sections": (2, 2)},
+            "rope: sections: expected None together with position_ids",
+        ),
+    ],
+)
+def test_bad_rows_are_named(options: dict[str, object], message: str) -> None:
+    q, table = torch.randn(1, 2, 3, 8), torch.randn(20, 8)
+    with pytest.raises(ValueError, match=message):
+        tigon.rope(q, None, table, table, **options)
+
+
+@pytest.mark.parametrize("sections", [(2, 1), (5, -1), (2, 2.0), ()])
+def test_sections_add_up_to_the_pairs(sections: tuple[float, ...]) -> None:
+    q, table = torch.randn(1, 2, 3, 8), torch.randn(max(len(sections), 1), 1, 3, 8)
+    with pytest.raises(ValueError, match=r"rope: (sections: expected up to four numbers of pairs, in sum 4|cos)"):
+        tigon.rope(q, None, table, table, sections=sections)  # type: ignore[arg-type]
+
+
+def test_a_row_outside_the_tables_is_nan_in_the_kernel(device: torch.device) -> None:
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1 or --device cuda")
+    module = importlib.import_module("tigon.ops.rope")
+    q, table = torch.randn(1, 2, 3, 8, device=device), torch.randn(20, 8, device=device)
+    position_ids = torch.tensor([0, 20, -1], device=device)
+    options = ("half", "full", 1, False, False, None, False, [0, 1, 2, 3], [], q.dtype, q.dtype)
+    y, _ = module._rotate(q, None, table, table, position_ids, *options)
+    assert not y[:, :, 0].isnan().any()
+    assert y[:, :, 1:].isnan().all()
 
 
 # ---- sizes ----

@@ -8,6 +8,8 @@ Each pair (x1, x2) of a head turns by the angle of its position; R of the D elem
 
 With layout "half" x1 and x2 are the halves of x[:R], with "interleaved" its even and odd elements. A full table has
 a column for each element of y, so c1 belongs to y1 and c2 to y2; a half table is both. Likewise s1, s2 of sin.
+Rows of the tables are those of the tokens, or those that `position_ids` name; with `sections` a pair takes them from
+the table of its section.
 
 Gradient, the transposed map:
 
@@ -16,11 +18,13 @@ Gradient, the transposed map:
     dx[R:] = dy[R:]
 
 B batch, S tokens of a sequence, Hq and Hk heads, D head dim, R rotary width, W columns of the tables.
-Saved for backward: cos and sin.   Source: Su et al. 2021, arXiv:2104.09864.
+Saved for backward: cos, sin and position_ids.
+Source: Su et al. 2021, arXiv:2104.09864; Wang et al. 2024, arXiv:2409.12191 (sections).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -52,8 +56,18 @@ def rope_reference(
     unsqueeze_dim: int = 1,
     inverse: bool = False,
     tail: bool = False,
+    position_ids: Tensor | None = None,
+    sections: Sequence[int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     pairs_in, pairs_out = LAYOUTS[layout]
+    if position_ids is not None:
+        cos, sin = cos[position_ids.long()], sin[position_ids.long()]
+    if sections is not None:
+        plane = torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections)).to(cos.device)
+        if tables == "full":
+            plane = plane.repeat_interleave(2) if pairs_out else plane.repeat(2)
+        columns = torch.arange(cos.shape[-1], device=cos.device)
+        cos, sin = (t[plane, :, :, columns].movedim(0, -1) for t in (cos, sin))
 
     def two(t: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
         return (t[..., 0::2], t[..., 1::2]) if pairs else t.chunk(2, -1)
@@ -170,9 +184,20 @@ def _rope_kernel(
     sin_stride_b,
     sin_stride_s,
     sin_stride_r,
+    cos_stride_p,
+    sin_stride_p,
+    position_ptr,
+    position_stride_b,
+    position_stride_s,
+    num_positions,
     num_tokens,
     num_q_heads,
     num_k_heads,
+    HAS_POSITIONS: tl.constexpr,
+    HAS_SECTIONS: tl.constexpr,
+    END_1: tl.constexpr,
+    END_2: tl.constexpr,
+    END_3: tl.constexpr,
     HAS_K: tl.constexpr,
     FULL_TABLES: tl.constexpr,
     TABLE_PAIRS: tl.constexpr,
@@ -204,18 +229,37 @@ def _rope_kernel(
 
     tokens = (token_block % blocks_per_sequence).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = (tokens < num_tokens)[:, None]
-    cos_rows = cos_ptr + batch * cos_stride_b + (tokens * cos_stride_s)[:, None]
-    sin_rows = sin_ptr + batch * sin_stride_b + (tokens * sin_stride_s)[:, None]
+    token_rows = tokens
+    table_mask = token_mask
+    if HAS_POSITIONS:
+        position = tl.load(
+            position_ptr + batch * position_stride_b + tokens * position_stride_s, mask=tokens < num_tokens, other=0
+        ).to(tl.int64)
+        # A row outside the tables makes NaN below, not a read out of bounds.
+        is_row = (position >= 0) & (position < num_positions)
+        token_rows = tl.where(is_row, position, 0)
+        table_mask = token_mask & is_row[:, None]
+    cos_rows = cos_ptr + batch * cos_stride_b + (token_rows * cos_stride_s)[:, None]
+    sin_rows = sin_ptr + batch * sin_stride_b + (token_rows * sin_stride_s)[:, None]
     if TABLE_PAIRS:
         both = tl.arange(0, 2 * BLOCK_R)[None, :]
-        both_mask = token_mask & (both < 2 * HALF)
+        both_mask = table_mask & (both < 2 * HALF)
+        if HAS_SECTIONS:
+            pair = both // 2
+            plane = ((pair >= END_1).to(tl.int64) + (pair >= END_2).to(tl.int64)) + (pair >= END_3).to(tl.int64)
+            cos_rows += plane * cos_stride_p
+            sin_rows += plane * sin_stride_p
         c = tl.load(cos_rows + both * cos_stride_r, mask=both_mask, other=0.0).to(tl.float32)
         s = tl.load(sin_rows + both * sin_stride_r, mask=both_mask, other=0.0).to(tl.float32)
         c1, c2 = tl.split(tl.reshape(c, (BLOCK_T, BLOCK_R, 2)))
         s1, s2 = tl.split(tl.reshape(s, (BLOCK_T, BLOCK_R, 2)))
     else:
         cols = tl.arange(0, BLOCK_R)[None, :]
-        mask = token_mask & (cols < HALF)
+        mask = table_mask & (cols < HALF)
+        if HAS_SECTIONS:
+            plane = ((cols >= END_1).to(tl.int64) + (cols >= END_2).to(tl.int64)) + (cols >= END_3).to(tl.int64)
+            cos_rows += plane * cos_stride_p
+            sin_rows += plane * sin_stride_p
         c1 = tl.load(cos_rows + cols * cos_stride_r, mask=mask, other=0.0).to(tl.float32)
         s1 = tl.load(sin_rows + cols * sin_stride_r, mask=mask, other=0.0).to(tl.float32)
         if FULL_TABLES:
@@ -224,6 +268,9 @@ def _rope_kernel(
         else:
             c2 = c1
             s2 = s1
+    if HAS_POSITIONS:
+        c1 = tl.where(is_row[:, None], c1, float("nan"))
+        c2 = tl.where(is_row[:, None], c2, float("nan"))
     if INVERSE:
         s1, s2 = -s1, -s2
     if TRANSPOSED:
@@ -290,7 +337,7 @@ def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int]:
 
 def _table_strides(table: Tensor) -> tuple[int, int, int]:
     """Strides of batch, 0 where one table serves all, tokens and columns."""
-    batch = table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0
+    batch = table.stride(-3) if table.dim() >= 3 and table.shape[-3] > 1 else 0
     return batch, table.stride(-2), table.stride(-1)
 
 
@@ -299,11 +346,13 @@ def _fake_rotate(
     k: Tensor | None,
     cos: Tensor,
     sin: Tensor,
+    position_ids: Tensor | None,
     layout: str,
     tables: str,
     unsqueeze_dim: int,
     inverse: bool,
     tail: bool,
+    sections: Sequence[int] | None,
     transposed: bool,
     q_order: list[int],
     k_order: list[int],
@@ -317,9 +366,9 @@ def _fake_rotate(
 
 
 @define(
-    "rope_rotate(Tensor q, Tensor? k, Tensor cos, Tensor sin, str layout, str tables, int unsqueeze_dim,"
-    " bool inverse, bool tail, bool transposed, int[] q_order, int[] k_order, ScalarType q_dtype,"
-    " ScalarType k_dtype) -> (Tensor, Tensor)",
+    "rope_rotate(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, str layout, str tables,"
+    " int unsqueeze_dim, bool inverse, bool tail, int[]? sections, bool transposed, int[] q_order, int[] k_order,"
+    " ScalarType q_dtype, ScalarType k_dtype) -> (Tensor, Tensor)",
     fake=_fake_rotate,
 )
 def _rotate(
@@ -327,11 +376,13 @@ def _rotate(
     k: Tensor | None,
     cos: Tensor,
     sin: Tensor,
+    position_ids: Tensor | None,
     layout: str,
     tables: str,
     unsqueeze_dim: int,
     inverse: bool,
     tail: bool,
+    sections: Sequence[int] | None,
     transposed: bool,
     q_order: list[int],
     k_order: list[int],
@@ -339,9 +390,8 @@ def _rotate(
     k_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Both directions: the backward is the rotation of the gradients with the transposed matrix."""
-    q_out, k_out = _fake_rotate(
-        q, k, cos, sin, layout, tables, unsqueeze_dim, inverse, tail, transposed, q_order, k_order, q_dtype, k_dtype
-    )
+    options = layout, tables, unsqueeze_dim, inverse, tail, sections, transposed
+    q_out, k_out = _fake_rotate(q, k, cos, sin, position_ids, *options, q_order, k_order, q_dtype, k_dtype)
     q = _unit_columns(q)
     k = None if k is None else _unit_columns(k)
     num_q_heads = q.shape[unsqueeze_dim]
@@ -353,6 +403,8 @@ def _rotate(
     num_groups = cdiv(num_q_heads, _BLOCK_H) + cdiv(num_k_heads, _BLOCK_H)
     pairs_in, pairs_out = reversed(LAYOUTS[layout]) if transposed else LAYOUTS[layout]
     no_strides = (0, 0, 0)
+    # Columns at which the second to fourth section begin; a missing one begins behind the last column.
+    ends = [sum(sections[: i + 1]) if sections is not None and i + 1 < len(sections) else half for i in range(3)]
     launch(
         _rope_kernel,
         (q.shape[0] * cdiv(num_tokens, block_t) * num_groups,),
@@ -368,9 +420,20 @@ def _rotate(
         *(no_strides if k is None else _strides(k_out, unsqueeze_dim)),
         *_table_strides(cos),
         *_table_strides(sin),
+        0 if sections is None else cos.stride(0),
+        0 if sections is None else sin.stride(0),
+        position_ids,
+        0 if position_ids is None or position_ids.dim() == 1 or position_ids.shape[0] == 1 else position_ids.stride(0),
+        0 if position_ids is None else position_ids.stride(-1),
+        cos.shape[-2],
         num_tokens,
         num_q_heads,
         num_k_heads,
+        HAS_POSITIONS=position_ids is not None,
+        HAS_SECTIONS=sections is not None,
+        END_1=ends[0],
+        END_2=ends[1],
+        END_3=ends[2],
         HAS_K=k is not None,
         FULL_TABLES=tables == "full",
         # By the result of the forward, whichever way the kernel runs.
@@ -403,19 +466,16 @@ class _Rope(torch.autograd.Function):
         k: Tensor | None,
         cos: Tensor,
         sin: Tensor,
-        layout: str,
-        tables: str,
-        unsqueeze_dim: int,
-        inverse: bool,
-        tail: bool,
+        position_ids: Tensor | None,
+        options: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
+        ctx.save_for_backward(cos, sin, position_ids)
         ctx.set_materialize_grads(False)
-        ctx.options = layout, tables, unsqueeze_dim, inverse, tail
+        ctx.options = options
         ctx.orders = _storage_order(q), [] if k is None else _storage_order(k)
         ctx.dtypes = q.dtype, q.dtype if k is None else k.dtype
         dtypes = [torch.promote_types(dtype, cos.dtype) for dtype in ctx.dtypes]
-        q_out, k_out = _rotate(q, k, cos, sin, *ctx.options, False, *ctx.orders, *dtypes)
+        q_out, k_out = _rotate(q, k, cos, sin, position_ids, *ctx.options, False, *ctx.orders, *dtypes)
         if k is None:
             return q_out
         if not ctx.needs_input_grad[0]:
@@ -427,21 +487,58 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
+        tables, options = ctx.saved_tensors, (*ctx.options, True)
         (q_order, k_order), (q_dtype, k_dtype) = ctx.orders, ctx.dtypes
         has_dq = dq_out is not None and ctx.needs_input_grad[0]
         has_dk = dk_out is not None and ctx.needs_input_grad[1]
         dq = dk = None
         if has_dq and has_dk:
-            dq, dk = _rotate(dq_out, dk_out, cos, sin, *ctx.options, True, q_order, k_order, q_dtype, k_dtype)
+            dq, dk = _rotate(dq_out, dk_out, *tables, *options, q_order, k_order, q_dtype, k_dtype)
         elif has_dq:
-            dq, _ = _rotate(dq_out, None, cos, sin, *ctx.options, True, q_order, [], q_dtype, q_dtype)
+            dq, _ = _rotate(dq_out, None, *tables, *options, q_order, [], q_dtype, q_dtype)
         elif has_dk:
-            dk, _ = _rotate(dk_out, None, cos, sin, *ctx.options, True, k_order, [], k_dtype, k_dtype)
-        return dq, dk, None, None, None, None, None, None, None
+            dk, _ = _rotate(dk_out, None, *tables, *options, k_order, [], k_dtype, k_dtype)
+        return dq, dk, None, None, None, None
 
 
 # ---- public ----
+
+
+def _check_table_rows(
+    name: str,
+    q: Tensor,
+    cos: Tensor,
+    num_tokens: int,
+    position_ids: Tensor | None,
+    sections: Sequence[int] | None,
+) -> None:
+    """That `cos` has a row for each token, or `position_ids` one for each and all in the table."""
+    width = cos.shape[-1] if cos.dim() else 0
+    if position_ids is not None:
+        require(sections is None, name, "sections", "None together with position_ids", sections)
+        require(cos.dim() == 2, name, "cos", "two axes together with position_ids", tuple(cos.shape))
+        no_integer = position_ids.is_floating_point() or position_ids.is_complex() or position_ids.dtype == torch.bool
+        require(not no_integer, name, "position_ids", "an integer dtype", position_ids.dtype)
+        if position_ids.dim() == 1 or (position_ids.dim() == 2 and position_ids.shape[0] == 1):
+            shape = (*position_ids.shape[:-1], num_tokens)
+        else:
+            shape = (q.shape[0], num_tokens)
+        require(tuple(position_ids.shape) == shape, name, "position_ids", shape, tuple(position_ids.shape))
+        if position_ids.device.type == "cpu" and position_ids.numel() and not torch.compiler.is_compiling():
+            low, high = (int(t) for t in position_ids.aminmax())
+            expected = f"rows from 0 to {cos.shape[0] - 1}"
+            require(low >= 0 and high < cos.shape[0], name, "position_ids", expected, f"{low} to {high}")
+        return
+    if sections is not None:
+        require(cos.dim() == 4, name, "cos", "four axes together with sections", tuple(cos.shape))
+        require(cos.shape[0] == len(sections), name, "cos", f"{len(sections)} tables, one a section", cos.shape[0])
+    else:
+        require(cos.dim() in (2, 3), name, "cos", "two or three axes", tuple(cos.shape))
+    if cos.dim() == 2 or cos.shape[-3] == 1:
+        require(cos.shape[-2] == num_tokens, name, "cos", (num_tokens, width), tuple(cos.shape))
+    else:
+        expected = (*cos.shape[:-3], q.shape[0], num_tokens, width)
+        require(tuple(cos.shape) == expected, name, "cos", expected, tuple(cos.shape))
 
 
 def _supports(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **_: Any) -> list[str]:
@@ -467,6 +564,8 @@ def rope(
     unsqueeze_dim: int = 1,
     inverse: bool = False,
     tail: bool = False,
+    position_ids: Tensor | None = None,
+    sections: Sequence[int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Rotary position embedding of queries and keys.
 
@@ -485,18 +584,24 @@ def rope(
         unsqueeze_dim: axis of the heads: 1, or 2 for `[B, S, H, D]`.
         inverse: turn by minus the angle, as with `-sin`.
         tail: turn the last R elements of a head and copy those before them.
+        position_ids: `[S]`, or `[B or 1, S]`, any integer dtype: the rows of `cos` and `sin`, `[P, W]`, that the
+            tokens take, as for sequences packed into one row; None for one row a token, in order.
+        sections: numbers of pairs that take their angles from each of up to four tables, which `cos` and `sin` then
+            hold as `[len(sections), B or 1, S, W]` (time, height and width of multimodal positions); their sum is R/2.
+            Not together with `position_ids`.
 
     Returns:
         The rotated `q` and `k`, or `q` alone without `k`; new tensors, their axes stored in the order of the input's.
 
     Raises:
-        ValueError: shapes, dtypes or devices disagree, W does not fit the head, or an option is unknown.
+        ValueError: shapes, dtypes or devices disagree, W does not fit the head, or an option is unknown. A position
+            outside the tables raises on a CPU; on a GPU its token becomes NaN.
 
     Numerics: in fp32, rounded once to the promoted dtype of the input and the tables; gradients likewise to
               the dtype of the input; elements that do not turn are copied bit for bit.
-    Memory:   saves `cos` and `sin`.
+    Memory:   saves `cos`, `sin` and `position_ids`.
     Differs from the reference: never in formula; a product and a sum may be fused into one rounding.
-    Source: Su et al. 2021, arXiv:2104.09864.
+    Source: Su et al. 2021, arXiv:2104.09864; Wang et al. 2024, arXiv:2409.12191 (sections).
     """
     name = "rope"
     require_floating(name, q=q, k=k, cos=cos, sin=sin)
@@ -510,21 +615,22 @@ def rope(
         heads = k.shape[unsqueeze_dim] if k.dim() == 4 else "Hk"
         expected = (*q.shape[:unsqueeze_dim], heads, *q.shape[unsqueeze_dim + 1 :])
         require(tuple(k.shape) == expected, name, "k", expected, tuple(k.shape))
-    require(cos.dim() in (2, 3), name, "cos", "two or three axes", tuple(cos.shape))
+    _check_table_rows(name, q, cos, num_tokens, position_ids, sections)
     width = cos.shape[-1]
-    if cos.dim() == 2 or cos.shape[0] == 1:
-        require(cos.shape[-2] == num_tokens, name, "cos", (num_tokens, width), tuple(cos.shape))
-    else:
-        expected = (q.shape[0], num_tokens, width)
-        require(tuple(cos.shape) == expected, name, "cos", expected, tuple(cos.shape))
     if tables == "full":
         require(width % 2 == 0, name, "cos", "an even number of columns for tables 'full'", width)
     rotary = width if tables == "full" else 2 * width
     require(0 < rotary <= q.shape[-1], name, "cos", "a rotary width of 2 to the head dim", rotary)
     require(tuple(sin.shape) == tuple(cos.shape), name, "sin", tuple(cos.shape), tuple(sin.shape))
     require(sin.dtype == cos.dtype, name, "sin", cos.dtype, sin.dtype)
-    require_same_device(name, q=q, k=k, cos=cos, sin=sin)
+    if sections is not None:
+        sections = list(sections)
+        expected = f"up to four numbers of pairs, in sum {rotary // 2}"
+        valid = 0 < len(sections) <= 4 and all(isinstance(n, int) and n > 0 for n in sections)
+        require(valid and sum(sections) == rotary // 2, name, "sections", expected, sections)
+    require_same_device(name, q=q, k=k, cos=cos, sin=sin, position_ids=position_ids)
     if runs_reference(name, q, k, cos, sin):
         options = {"layout": layout, "tables": tables, "unsqueeze_dim": unsqueeze_dim, "inverse": inverse, "tail": tail}
-        return rope_reference(q, k, cos, sin, **options)
-    return _Rope.apply(q, k, cos, sin, layout, tables, unsqueeze_dim, inverse, tail)
+        return rope_reference(q, k, cos, sin, **options, position_ids=position_ids, sections=sections)
+    options = layout, tables, unsqueeze_dim, inverse, tail, sections
+    return _Rope.apply(q, k, cos, sin, position_ids, options)

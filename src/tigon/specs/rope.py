@@ -14,12 +14,14 @@ from ._spec import Case, Cost, Make, Mutation, OpSpec
 def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
     heads_axis = case.options.get("unsqueeze_dim", 1)
     # Even also where a test cuts all sizes down.
-    half = case.R // 2
+    sections = case.options.get("sections")
+    half = sum(sections) if sections else case.R // 2
+    head_dim = max(case.D, 2 * half) if sections else case.D
 
     def heads(number: int) -> Tensor:
         if heads_axis == 1 and case.sizes.get("heads_first"):
-            return make.randn(case.B, number, case.S, case.D)
-        x = make.randn(case.B, case.S, number, case.D)
+            return make.randn(case.B, number, case.S, head_dim)
+        x = make.randn(case.B, case.S, number, head_dim)
         # As attention makes them: a projection of each token, seen with the heads in front.
         return x if heads_axis == 2 else x.transpose(1, 2)
 
@@ -28,6 +30,8 @@ def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
     table_shape = (case.S, 2 * half if case.options.get("tables", "full") == "full" else half)
     if case.sizes.get("table_batch"):
         table_shape = (case.table_batch, *table_shape)
+    if sections:
+        table_shape = (len(sections), *table_shape)
     table_dtype = torch.float32 if case.sizes.get("fp32_tables") else None
 
     def table() -> Tensor:
@@ -38,11 +42,14 @@ def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
             return drawn[..., :half].repeat_interleave(2, -1)
         return torch.cat((drawn[..., :half],) * 2, -1)
 
+    # Any row for any token, some of them more than once.
+    positions = make.integers(0, case.S, case.position_batch, case.S) if case.sizes.get("position_batch") else None
     return {
         "q": heads(case.Hq),
         "k": None if case.sizes.get("alone") else heads(case.Hk),
         "cos": table(),
         "sin": table(),
+        "position_ids": positions,
     }
 
 
@@ -62,7 +69,8 @@ def _turned_back(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **option
 
 
 def _angles_of_first_sample(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
-    return rope_reference(q, k, cos[:1] if cos.dim() == 3 else cos, sin[:1] if sin.dim() == 3 else sin, **options)
+    cos, sin = (t.narrow(-3, 0, 1) if t.dim() >= 3 else t for t in (cos, sin))
+    return rope_reference(q, k, cos, sin, **options)
 
 
 def _first_half_of_tables_twice(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
@@ -92,6 +100,19 @@ def _last_key_head_left_out(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tenso
     axis = options.get("unsqueeze_dim", 1)
     turned, left = y[1].narrow(axis, 0, k.shape[axis] - 1), k.narrow(axis, k.shape[axis] - 1, 1)
     return y[0], torch.cat((turned, left.to(y[1].dtype)), axis)
+
+
+def _positions_ignored(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, position_ids: Tensor | None = None, **options: Any
+) -> Any:
+    return rope_reference(q, k, cos, sin, **options)
+
+
+def _first_table_for_all_sections(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, sections: Any = None, **options: Any
+) -> Any:
+    cos, sin = (t[0] if sections else t for t in (cos, sin))
+    return rope_reference(q, k, cos, sin, **options)
 
 
 _LARGE = {"B": 4, "S": 4096, "Hq": 32, "Hk": 8, "D": 128, "R": 128, "table_batch": 1}
@@ -137,6 +158,18 @@ SPEC = OpSpec(
         Case("alone", {"B": 2, "S": 6, "Hq": 3, "Hk": 0, "D": 16, "R": 16, "alone": 1}),
         Case("one_token", {"B": 3, "S": 1, "Hq": 8, "Hk": 2, "D": 64, "R": 64, "table_batch": 3}),
         Case("fp32_tables", {"B": 2, "S": 5, "Hq": 2, "Hk": 1, "D": 16, "R": 8, "fp32_tables": 1}),
+        Case("positions", {"B": 2, "S": 9, "Hq": 3, "Hk": 2, "D": 20, "R": 12, "position_batch": 2}),
+        Case("one_row_of_positions", {"B": 2, "S": 6, "Hq": 2, "Hk": 1, "D": 16, "R": 16, "position_batch": 1}),
+        Case(
+            "sections",
+            {"B": 2, "S": 9, "Hq": 3, "Hk": 2, "D": 20, "R": 16, "table_batch": 2},
+            {"sections": (2, 3, 3)},
+        ),
+        Case(
+            "sections_interleaved",
+            {"B": 2, "S": 5, "Hq": 2, "Hk": 1, "D": 12, "R": 12, "table_batch": 1},
+            {"sections": (4, 2), "layout": "interleaved"},
+        ),
         Case("heads_32_8", _LARGE, models_only=True),
         Case("heads_32_8_first", {**_LARGE, "heads_first": 1}, models_only=True),
         Case("heads_28_4", {**_LARGE, "Hq": 28, "Hk": 4}, models_only=True),
@@ -160,6 +193,8 @@ SPEC = OpSpec(
             {"layout": "interleaved", "tables": "half", "tail": True, "inverse": True},
             models_only=True,
         ),
+        Case("packed_32_8", {**_LARGE, "B": 1, "S": 16384, "position_batch": 1, "table_batch": 0}, models_only=True),
+        Case("sections_28_4", {**_LARGE, "Hq": 28, "Hk": 4}, {"sections": (16, 24, 24)}, models_only=True),
         Case(
             "shared_key_128_1",
             {**_LARGE, "Hq": 128, "Hk": 1, "D": 64, "R": 64},
@@ -179,5 +214,7 @@ SPEC = OpSpec(
         Mutation("the other end of a head turned", _other_end_of_the_head),
         Mutation("halves of a full table used for neighbours", _halves_of_tables_for_neighbours),
         Mutation("last key head left out", _last_key_head_left_out),
+        Mutation("positions ignored", _positions_ignored),
+        Mutation("the first table for all sections", _first_table_for_all_sections),
     ),
 )

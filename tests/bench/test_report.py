@@ -92,6 +92,15 @@ def test_readme_is_rewritten_between_markers_only(tmp_path: Path) -> None:
         report.write_into(readme, [_row()])
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_pages_show_the_committed_rows(page: str, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    copy = tmp_path / "page.md"
+    copy.write_text((root / page).read_text())
+    report.write_into(copy, report.rows_in(root / "benchmarks" / "results"))
+    assert copy.read_text() == (root / page).read_text()
+
+
 def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"

@@ -188,10 +188,9 @@ class Checker:
         return self._compare(run)
 
     def _proper_subsets(self) -> Iterator[tuple[str, ...]]:
-        """Of the inputs that get a gradient, all; of more than three in other than the first case, all but two sizes.
+        """Of the inputs that get a gradient: all subsets, or for more than three inputs, but in the first case, a part.
 
-        Each alone and all but one find what one gradient owes to another; their number grows with the inputs, not
-        with its power of two.
+        Each alone and all but one show what one gradient owes to another, and are 2 n in place of 2^n.
         """
         number = len(self.wanted)
         few = number <= 3 or self.case is self.spec.cases[0]

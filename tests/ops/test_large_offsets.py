@@ -27,6 +27,7 @@ call = {
     "glu interleaved": lambda x: tigon.glu(x, interleaved=True),
     "softmax": tigon.softmax,
     "log_softmax": tigon.log_softmax,
+    "group_norm": lambda x: tigon.group_norm(x, 2),
 }[sys.argv[1]]
 results = []
 for x in (far, far.contiguous()):
@@ -51,6 +52,7 @@ assert all(torch.equal(a, b) for a, b in zip(*results)), results
         "glu interleaved",
         "softmax",
         "log_softmax",
+        "group_norm",
     ],
 )
 def test_rows_far_apart(name: str) -> None:

@@ -3,6 +3,7 @@
 from ._op import OPS, Op, backend, current_backend, why_not
 from .cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
 from .glu import geglu, geglu_reference, glu, glu_reference, swiglu, swiglu_reference
+from .group_norm import group_norm, group_norm_reference
 from .layer_norm import layer_norm, layer_norm_reference
 from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
@@ -25,6 +26,8 @@ __all__ = [
     "geglu_reference",
     "glu",
     "glu_reference",
+    "group_norm",
+    "group_norm_reference",
     "layer_norm",
     "layer_norm_reference",
     "linear_cross_entropy",

@@ -12,6 +12,7 @@ NAMES = (
     "rms_norm_gated",
     "sandwich_norm",
     "layer_norm",
+    "group_norm",
     "glu",
     "swiglu",
     "geglu",

@@ -41,6 +41,16 @@ def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
     return _ops().LigerLayerNormFunction.apply(x, weight, bias, eps)
 
 
+def _group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    if weight is None or bias is None:
+        raise NotImplementedError("weight and bias are required")
+    # Its backward takes one spatial axis.
+    y = _ops().LigerGroupNormFunction.apply(x.flatten(2), weight, bias, x.shape[1], num_groups, eps)
+    return y.view(x.shape)
+
+
 def _glu(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu", **options: Any) -> Tensor:
     if up is None or options:
         raise NotImplementedError("only separate gate and up")
@@ -141,6 +151,7 @@ PEER = Peer(
     {
         "rms_norm": _rms_norm,
         "layer_norm": _layer_norm,
+        "group_norm": _group_norm,
         "glu": _glu,
         "rope": _rope,
         "qk_norm_rope": _qk_norm_rope,

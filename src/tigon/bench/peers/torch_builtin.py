@@ -28,6 +28,12 @@ def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def _group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    return F.group_norm(x, num_groups, weight, bias, eps)
+
+
 def _cross_entropy(
     logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, **options: Any
 ) -> Tensor:
@@ -44,6 +50,7 @@ PEER = Peer(
     {
         "rms_norm": _rms_norm,
         "layer_norm": _layer_norm,
+        "group_norm": _group_norm,
         "cross_entropy": _cross_entropy,
         "softmax": lambda x, **options: F.softmax(x, -1, **options),
         "log_softmax": lambda x, **options: F.log_softmax(x, -1, **options),

@@ -515,7 +515,7 @@ REFUSED = [
     (SparseGate(), "no candidate computes the same"),
     (OwnBias(), "parameters or buffers of its own"),
     (WithDropout(0.1), "drops out"),
-    (FunctionalDropout(), "no candidate computes the same"),
+    (FunctionalDropout(), "draws random numbers"),
     (ReadsWeight(), "it reads the weights of its projections"),
     (UsesTheSizeOfAWeight(), "it reads the weights of its projections"),
     (InnerNormFirst(), "its child norm has parameters or buffers, and is not called on the product alone"),

@@ -61,7 +61,7 @@ class _Experts:
 
     def native(self, x: Tensor, training: bool = False, **numbers: float) -> Any:
         copy = _probe.twin(self.module, attributes=numbers, training=training)
-        return _probe.explained(getattr(type(self.module), METHOD), copy, x)
+        return _probe.watched(copy, getattr(type(self.module), METHOD), copy, x)
 
     def reference(self, x: Tensor, gate: Gate, **numbers: float) -> Tensor:
         return gate.call(glu_reference, types.SimpleNamespace(**{**self.module.__dict__, **numbers}), x)
@@ -97,12 +97,16 @@ def _calls_the_method(module: nn.Module) -> bool:
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if METHOD in self.__dict__:
+        # Somebody's own, put here since; or ours, in a call from within a call.
+        return type(self).forward(self, *args, **kwargs)
     # For as long as the native forward runs: a module has one forward that is ours, and nothing else.
-    self.__dict__[METHOD] = functools.partial(apply_gate, self)
+    gate = self.__dict__[METHOD] = functools.partial(apply_gate, self)
     try:
         return type(self).forward(self, *args, **kwargs)
     finally:
-        self.__dict__.pop(METHOD, None)
+        if self.__dict__.get(METHOD) is gate:
+            del self.__dict__[METHOD]
 
 
 def apply_gate(self: nn.Module, x: Tensor) -> Tensor:

@@ -114,7 +114,8 @@ def choose(subject: Subject[Candidate], candidates: list[Candidate]) -> tuple[Ca
     x = subject.draw().to(torch.bfloat16)
     if not _probe.no_worse(subject.reference(x, chosen), subject.native(x), subject.native(x.float())):
         raise Refused("it computes bf16 inputs in another precision")
-    if not _trains_alike(subject, chosen) or (left and not _trains_alike(subject, chosen, **numbers)):
+    alike = _trains_alike(subject, chosen) and _trains_alike(subject, chosen, training=False)
+    if not alike or (left and not _trains_alike(subject, chosen, **numbers)):
         raise Refused("its gradient is not that of the formula it computes")
     return chosen, () if left else tuple((name, getattr(subject.module, name)) for name in numbers_of(subject.module))
 
@@ -134,9 +135,9 @@ def _with_other_numbers(
     return candidates, numbers
 
 
-def _trains_alike(subject: Subject[Candidate], candidate: Candidate, **numbers: float) -> bool:
+def _trains_alike(subject: Subject[Candidate], candidate: Candidate, training: bool = True, **numbers: float) -> bool:
     inputs = [leaf.requires_grad_() for leaf in (subject.draw(), *subject.leaves())]
-    wanted = subject.native(inputs[0], True, **numbers)
+    wanted = subject.native(inputs[0], training, **numbers)
     upstream = torch.randn(wanted.shape, generator=subject.generator)
     got = _probe.gradients(subject.reference(inputs[0], candidate, **numbers), inputs, upstream)
     same = _probe.same_gradients(got, _probe.gradients(wanted, inputs, upstream))

@@ -179,8 +179,8 @@ class _Norms:
         parameters = {name: weight for name, weight in weights.items() if name in self.module._parameters}
         return _probe.twin(self.module, parameters=parameters, buffers=buffers, **options)
 
-    def native(self, x: Tensor, weights: dict[str, Tensor], **attributes: Any) -> Any:
-        return self.run(self.twin(weights, attributes=attributes), x, weights)
+    def native(self, x: Tensor, weights: dict[str, Tensor], training: bool = False, **attributes: Any) -> Any:
+        return self.run(self.twin(weights, attributes=attributes, training=training), x, weights)
 
     def run(self, module: nn.Module, x: Tensor, weights: dict[str, Tensor]) -> Any:
         return run(module, x, weights[GATE]) if self.gated else run(module, x)
@@ -219,28 +219,34 @@ class _Norms:
         return None
 
     def agrees(self, candidate: Candidate, eps: str | float) -> bool:
-        """In fp32, at scales that show a clamp, with an eps that shows which attribute it is, and in a gradient."""
+        """In fp32, at scales that show a clamp, with an eps that shows which attribute it is, and in the gradients; in
+        training and in evaluation, in which a module may do different things."""
         value = self.value_of(eps)
         tiny = value**0.5
         for x_scale, w_scale in ((1.0, 1.0), (1e-3, 1.0), (tiny, 1.0), (1e4, 1.0), (1.0, 1e4)):
             x, weights = self.draw(x_scale, w_scale)
-            if not _probe.same(candidate(x, weights, value), self.native(x, weights)):
+            y = candidate(x, weights, value)
+            if not all(_probe.same(y, self.native(x, weights, training)) for training in (False, True)):
                 return False
         x, weights = self.draw()
         if isinstance(eps, str) and not _probe.same(candidate(x, weights, 0.3), self.native(x, weights, **{eps: 0.3})):
             return False
+        return all(self._same_gradients(candidate, value, training) for training in (True, False))
+
+    def _same_gradients(self, candidate: Candidate, eps: float, training: bool) -> bool:
+        x, weights = self.draw()
         leaves = {
             name: weight.clone().requires_grad_(name == GATE or name in self.module._parameters)
             for name, weight in weights.items()
         }
         trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        copy = self.twin(leaves, training=True)
+        copy = self.twin(leaves, training=training)
         # Parameters of the twin are other objects than what they were made of.
         own_leaves = [copy._parameters.get(name, leaf) for name, leaf in leaves.items() if leaf.requires_grad]
         upstream = torch.randn(x.shape, generator=self.generator)
         y = self.run(copy, x.requires_grad_(), leaves)
         wanted = _probe.gradients(y, [x, *own_leaves], upstream)
-        got = _probe.gradients(candidate(x, leaves, value), [x, *trained], upstream)
+        got = _probe.gradients(candidate(x, leaves, eps), [x, *trained], upstream)
         return _probe.same_gradients(got, wanted)
 
     def rounds_alike(self, candidate: Candidate, eps: str | float) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import json
+import random
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
@@ -78,7 +79,11 @@ def explained(call: Callable[..., Any], *args: Any) -> Any:
         raise Refused(f"its forward raised {type(error).__name__} in the probe: {lines[0]}") from error
 
 
-class Projection(nn.Module):
+class StandIn(nn.Module):
+    """What is run in place of a child; what it notes about its calls is no record that the module keeps."""
+
+
+class Projection(StandIn):
     """Stand-in for a linear layer of any kind. Its `weight` and `bias` have shapes and a dtype, but no numbers."""
 
     def __init__(self, in_features: int, out_features: int, generator: torch.Generator) -> None:
@@ -126,17 +131,15 @@ def twin(
 ) -> nn.Module:
     """A module of the same class and attributes with the given parameters and children, and its own forward."""
     other = object.__new__(type(module))
-    # Containers are copied, so that a forward that keeps a record writes into the twin's.
-    state = {
-        key: copy.copy(value) if type(value) in (list, dict, set) else value
-        for key, value in module.__dict__.items()
-        if key not in _PRIVATE
-    }
+    # What a forward that keeps a record writes into is the twin's own.
+    state = {key: _owned(value) for key, value in module.__dict__.items() if key not in _PRIVATE}
     state.update({name: OrderedDict() for name in _NO_HOOKS})
     given = parameters or {}
     # Absent parameters stay absent: a module asks for them by name.
     state["_parameters"] = {name: nn.Parameter(given[name]) if name in given else None for name in module._parameters}
-    if buffers is not None:
+    if buffers is None:
+        state["_buffers"] = {name: _owned(buffer) for name, buffer in module._buffers.items()}
+    else:
         state["_buffers"] = {name: buffers.get(name) for name in module._buffers}
     if children is None:
         children = {name: twin(child, training=training) for name, child in module._modules.items() if child}
@@ -145,6 +148,73 @@ def twin(
     state.update(attributes or {})
     other.__dict__.update(state)
     return other
+
+
+# Larger ones are tables and weights, which nothing is recorded in.
+_SMALL = 2**16
+
+
+def _owned(value: Any) -> Any:
+    if type(value) is Tensor and value.numel() <= _SMALL:
+        return value.detach().clone()
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+
+def watched(module: nn.Module, call: Callable[..., Any], *args: Any, draws: bool = False) -> Any:
+    """`explained(call, *args)`, refused if it leaves anything behind on `module`, a twin, that a replacement would not.
+
+    Nor may it draw random numbers, unless `draws`: what it does with them need not show in one run.
+    """
+    state, chance = _state_of(module), _chance()
+    result = explained(call, *args)
+    after = _state_of(module)
+    for name in (*after, *state):
+        if not _is_kept(state.get(name), after.get(name)):
+            raise Refused(f"its forward keeps a record in {name}, which a replacement would not")
+    if not draws and not all(_equal(a, b) for a, b in zip(chance, _chance(), strict=True)):
+        raise Refused("its forward draws random numbers")
+    return result
+
+
+def _state_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Every attribute, buffer and parameter by name: what it is, and what shows a change within it."""
+    state: dict[str, tuple[Any, Any]] = {}
+    for path, part in module.named_modules():
+        if isinstance(part, StandIn):
+            continue
+        prefix = f"{path}." if path else ""
+        own = {key: value for key, value in part.__dict__.items() if key not in _STORES}
+        shared = {key: value for key, value in type(part).__dict__.items() if not key.startswith("__")}
+        for store in (shared, own, part._buffers, part._parameters):
+            state.update({prefix + key: (value, _content_of(value)) for key, value in store.items()})
+    return state
+
+
+_STORES = ("_parameters", "_buffers", "_modules")
+
+
+def _content_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return 0 if value.is_inference() else value._version
+    if type(value) is dict:
+        return [*value.keys(), *value.values()]
+    return list(value) if type(value) in (list, set) else None
+
+
+def _is_kept(before: tuple[Any, Any] | None, after: tuple[Any, Any] | None) -> bool:
+    if before is None or after is None or before[0] is not after[0]:
+        return False
+    if isinstance(before[1], list):
+        return len(before[1]) == len(after[1]) and all(a is b for a, b in zip(before[1], after[1], strict=True))
+    return before[1] == after[1]
+
+
+def _chance() -> tuple[Any, ...]:
+    return torch.random.default_generator.get_state(), random.getstate()
+
+
+def _equal(first: Any, second: Any) -> bool:
+    return torch.equal(first, second) if isinstance(first, Tensor) else first == second
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:

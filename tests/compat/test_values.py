@@ -169,6 +169,22 @@ def test_layer_norm_without_a_bias_has_none() -> None:
         LigerLayerNorm(D, impl="nvidia-triton")
 
 
+# ---- softmax ----
+
+
+def test_softmax() -> None:
+    from liger_kernel import functional as plain
+    from liger_kernel.ops import LigerSoftmaxFunction
+    from liger_kernel.transformers import LigerSoftmax
+    from liger_kernel.transformers.functional import liger_softmax
+
+    for ours in (liger_softmax, plain.softmax, LigerSoftmax(), LigerSoftmaxFunction.apply):
+        agree(ours, lambda x: torch.softmax(x, -1), 4 * X)
+        assert ours(X.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="impl"):
+        plain.softmax(X, impl="nvidia-triton")
+
+
 # ---- gated units ----
 
 

@@ -56,9 +56,9 @@ FEATURES = (
         "ops.configure ops.vocab_parallel_cross_entropy transformers.vocab_parallel_cross_entropy",
     ),
     Feature(
-        "no operator for softmax and sparsemax",
-        "LigerSoftmax LigerSoftmaxFunction LigerSparsemax LigerSparsemaxFunction liger_softmax liger_sparsemax softmax",
-        "ops.softmax ops.sparsemax transformers.softmax transformers.sparsemax",
+        "no operator for sparsemax",
+        "LigerSparsemax LigerSparsemaxFunction liger_sparsemax",
+        "ops.sparsemax transformers.sparsemax",
     ),
     Feature(
         "no operator for group, polynomial, modulated and dynamic-tanh norms",

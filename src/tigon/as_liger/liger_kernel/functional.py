@@ -15,6 +15,7 @@ from .ops import geglu as _geglu
 from .ops import layer_norm as _layer_norm
 from .ops import rms_norm as _rms_norm
 from .ops import rope as _rope
+from .ops import softmax as _softmax
 from .ops import swiglu as _swiglu
 
 __getattr__ = missing_from(__name__)
@@ -85,6 +86,11 @@ def swiglu(
 def geglu(a: Tensor, b: Tensor, *, impl: Any = None, mode: Any = None, backend: Any = None) -> Tensor:
     require_default("geglu", impl=impl, mode=mode, backend=backend)
     return _geglu.LigerGELUMulFunction.apply(a, b)
+
+
+def softmax(x: Tensor, *, impl: Any = None, mode: Any = None, backend: Any = None) -> Tensor:
+    require_default("softmax", impl=impl, mode=mode, backend=backend)
+    return _softmax.LigerSoftmaxFunction.apply(x)
 
 
 def rope(

@@ -15,6 +15,7 @@ from .qwen2vl_mrope import LigerQwen2VLMRopeFunction
 from .relu_squared import LigerReLUSquaredFunction
 from .rms_norm import LigerRMSNormFunction
 from .rope import LigerRopeFunction
+from .softmax import LigerSoftmaxFunction
 from .swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "LigerReLUSquaredFunction",
     "LigerRopeFunction",
     "LigerSiLUMulFunction",
+    "LigerSoftmaxFunction",
     "fused_linear_cross_entropy_backward",
     "fused_linear_cross_entropy_forward",
 ]

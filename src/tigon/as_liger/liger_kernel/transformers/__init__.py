@@ -20,6 +20,7 @@ _WHERE = {
     "relu_squared": ("LigerReLUSquared",),
     "rms_norm": ("LigerRMSNorm", "LigerRMSNormForMuseGlimmer", "LigerRMSNormForMuseGlimmerTextCentered"),
     "rope": ("liger_rotary_pos_emb",),
+    "softmax": ("LigerSoftmax",),
     "swiglu": (
         "LigerBlockSparseTop2MLP",
         "LigerFalconH1SwiGLUMLP",

@@ -19,6 +19,7 @@ from ..ops import (
     LigerRMSNormFunction,
     LigerRopeFunction,
     LigerSiLUMulFunction,
+    LigerSoftmaxFunction,
 )
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "liger_relu_squared",
     "liger_rms_norm",
     "liger_rope",
+    "liger_softmax",
     "liger_swiglu",
 ]
 __getattr__ = missing_from(__name__)
@@ -145,6 +147,10 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
 
 def liger_relu_squared(x: Tensor) -> Tensor:
     return LigerReLUSquaredFunction.apply(x)
+
+
+def liger_softmax(x: Tensor) -> Tensor:
+    return LigerSoftmaxFunction.apply(x)
 
 
 def liger_rope(

@@ -169,6 +169,42 @@ def test_layer_norm_without_a_bias_has_none() -> None:
         LigerLayerNorm(D, impl="nvidia-triton")
 
 
+def test_group_norm() -> None:
+    from liger_kernel.ops import LigerGroupNormFunction
+    from liger_kernel.transformers.functional import liger_group_norm
+    from liger_kernel.transformers.group_norm import LigerGroupNorm
+
+    x, w, b = draw(2, 6, 3, 5), draw(6, seed=2) + 1, draw(6, seed=3)
+
+    def expected(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.group_norm(x, 3, w, b, 1e-5)
+
+    agree(lambda x, w, b: liger_group_norm(x, w, b, 6, 3, 1e-5), expected, x, w, b)
+    agree(lambda x, w, b: LigerGroupNormFunction.apply(x, w, b, 6, 3, 1e-5), expected, x, w, b)
+    module = LigerGroupNorm(6, 3, 1e-5, bias=True)
+    agree(lambda x, w, b: torch.func.functional_call(module, {"weight": w, "bias": b}, (x,)), expected, x, w, b)
+    agree(with_weight(LigerGroupNorm(6, 2), w), lambda x, w: F.group_norm(x, 2, w, None, 1e-6), x, w)
+    assert liger_group_norm(x.bfloat16(), w, b, 6, 3, 1e-5).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="num_channels"):
+        liger_group_norm(x, w, b, 3, 3, 1e-5)
+    with pytest.raises(ValueError, match="num_channels"):
+        module(draw(2, 3, 4))
+
+
+def test_group_norm_without_a_bias_has_none() -> None:
+    from liger_kernel.transformers.group_norm import LigerGroupNorm
+
+    module = LigerGroupNorm(6, 3)
+    assert [name for name, _ in module.named_parameters()] == ["weight"]
+    assert LigerGroupNorm(6, 3, bias=True).bias.abs().max() == 0
+    assert LigerGroupNorm(6, 3, init_fn="zeros").weight.abs().max() == 0
+    assert (module.num_channels, module.num_groups, module.eps, module.variance_epsilon) == (6, 3, 1e-6, 1e-6)
+    with pytest.raises(ValueError, match="divisor"):
+        LigerGroupNorm(6, 4)
+    with pytest.raises(ValueError, match="init_fn"):
+        LigerGroupNorm(6, 3, init_fn="randn")
+
+
 # ---- softmax ----
 
 

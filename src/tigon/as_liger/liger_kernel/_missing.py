@@ -61,14 +61,13 @@ FEATURES = (
         "ops.sparsemax transformers.sparsemax",
     ),
     Feature(
-        "no operator for group, polynomial, modulated and dynamic-tanh norms",
+        "no operator for polynomial, modulated and dynamic-tanh norms",
         "LigerDyT LigerDyTFunction liger_dyt liger_dyt_fwd liger_dyt_bwd"
-        " LigerGroupNorm LigerGroupNormFunction group_norm_forward group_norm_backward liger_group_norm"
         " LigerModulatedRMSNorm LigerModulatedRMSNormFunction liger_modulated_rms_norm"
         " modulated_rms_norm_forward modulated_rms_norm_backward"
         " LigerPolyNorm LigerPolyNormFunction liger_poly_norm poly_norm_forward poly_norm_backward",
-        "ops.dyt ops.group_norm ops.modulated_rms_norm ops.poly_norm"
-        " transformers.dyt transformers.group_norm transformers.modulated_rms_norm transformers.poly_norm",
+        "ops.dyt ops.modulated_rms_norm ops.poly_norm"
+        " transformers.dyt transformers.modulated_rms_norm transformers.poly_norm",
     ),
     Feature(
         "no operator for attention of these kinds, hyper-connections and embeddings",
@@ -98,7 +97,8 @@ FEATURES = (
     Feature(
         "launchers by themselves: their order of arguments and what they save belong to the kernels behind them",
         "cross_entropy_forward cross_entropy_backward fused_add_rms_norm_forward fused_add_rms_norm_backward"
-        " geglu_forward geglu_backward layer_norm_forward layer_norm_backward llama4_rope_forward"
+        " geglu_forward geglu_backward group_norm_forward group_norm_backward"
+        " layer_norm_forward layer_norm_backward llama4_rope_forward"
         " qwen2vl_mrope_forward qwen2vl_mrope_backward relu_squared_forward relu_squared_backward rms_norm_forward"
         " rms_norm_backward rope_forward rope_backward swiglu_forward swiglu_backward swiglu_fused_gate_up_forward"
         " swiglu_fused_gate_up_backward liger_cross_entropy_kernel MAX_FUSED_SIZE amp_custom_bwd amp_custom_fwd"

@@ -9,6 +9,7 @@ from .fused_linear_cross_entropy import (
     fused_linear_cross_entropy_forward,
 )
 from .geglu import LigerGELUMulFunction
+from .group_norm import LigerGroupNormFunction
 from .layer_norm import LigerLayerNormFunction
 from .llama4_rope import LigerLlama4RopeFunction
 from .qwen2vl_mrope import LigerQwen2VLMRopeFunction
@@ -24,6 +25,7 @@ __all__ = [
     "LigerFusedGateUpSiLUMulFunction",
     "LigerFusedLinearCrossEntropyFunction",
     "LigerGELUMulFunction",
+    "LigerGroupNormFunction",
     "LigerLayerNormFunction",
     "LigerLlama4RopeFunction",
     "LigerQwen2VLMRopeFunction",

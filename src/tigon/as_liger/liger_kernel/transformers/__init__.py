@@ -36,7 +36,7 @@ _OF_TRANSFORMERS = {
 }
 _MODULE_OF = {name: module for table in (_WHERE, _OF_TRANSFORMERS) for module, names in table.items() for name in names}
 # Modules that are attributes of the package without having been imported.
-_SUBMODULES = (*_WHERE, *_OF_TRANSFORMERS, "functional", "model", "qwen2vl_mrope", "trainer_integration")
+_SUBMODULES = (*_WHERE, *_OF_TRANSFORMERS, "functional", "group_norm", "model", "qwen2vl_mrope", "trainer_integration")
 _missing = missing_from(__name__)
 
 

@@ -13,6 +13,7 @@ from .._missing import missing_from
 from ..ops import (
     LigerFusedAddRMSNormFunction,
     LigerGELUMulFunction,
+    LigerGroupNormFunction,
     LigerLayerNormFunction,
     LigerQwen2VLMRopeFunction,
     LigerReLUSquaredFunction,
@@ -28,6 +29,7 @@ __all__ = [
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
     "liger_geglu",
+    "liger_group_norm",
     "liger_layer_norm",
     "liger_qwen2vl_mrope",
     "liger_relu_squared",
@@ -135,6 +137,17 @@ def liger_fused_add_rms_norm(
 
 def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
     return LigerLayerNormFunction.apply(X, W, B, eps)
+
+
+def liger_group_norm(
+    X: Tensor,
+    affine_scaling_weight: Tensor | None,
+    affine_shifting_bias: Tensor | None,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
+) -> Tensor:
+    return LigerGroupNormFunction.apply(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps)
 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:

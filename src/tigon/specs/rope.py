@@ -217,4 +217,17 @@ SPEC = OpSpec(
         Mutation("positions ignored", _positions_ignored),
         Mutation("the first table for all sections", _first_table_for_all_sections),
     ),
+    # Of heads and tables that make the same kernel, one.
+    compile_cases=(
+        "heads_32_8",
+        "head_dim_80",
+        "head_dim_256",
+        "fp32_tables_32_8",
+        "interleaved_32_2",
+        "interleaved_full_64_8",
+        "tail_64_1",
+        "shared_key_128_1",
+        "packed_32_8",
+        "sections_28_4",
+    ),
 )

@@ -15,6 +15,8 @@ from .ops import (
     geglu,
     glu,
     group_norm,
+    jsd,
+    kl_div,
     layer_norm,
     linear_cross_entropy,
     log_softmax,
@@ -25,6 +27,7 @@ from .ops import (
     sandwich_norm,
     softmax,
     swiglu,
+    tvd,
     why_not,
 )
 
@@ -40,6 +43,8 @@ __all__ = [
     "geglu",
     "glu",
     "group_norm",
+    "jsd",
+    "kl_div",
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
@@ -52,6 +57,7 @@ __all__ = [
     "sandwich_norm",
     "softmax",
     "swiglu",
+    "tvd",
     "unpatch",
     "why_not",
 ]

@@ -27,6 +27,8 @@ call = {
     "glu interleaved": lambda x: tigon.glu(x, interleaved=True),
     "softmax": tigon.softmax,
     "log_softmax": tigon.log_softmax,
+    "kl_div": lambda x: tigon.kl_div(x, x, log_target=True, reduction="rows"),
+    "jsd of elements": lambda x: tigon.jsd(x, -x, reduction="none"),
     "group_norm": lambda x: tigon.group_norm(x, 2),
 }[sys.argv[1]]
 results = []
@@ -52,6 +54,8 @@ assert all(torch.equal(a, b) for a, b in zip(*results)), results
         "glu interleaved",
         "softmax",
         "log_softmax",
+        "kl_div",
+        "jsd of elements",
         "group_norm",
     ],
 )

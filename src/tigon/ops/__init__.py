@@ -2,6 +2,7 @@
 
 from ._op import OPS, Op, backend, current_backend, why_not
 from .cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
+from .divergence import jsd, jsd_reference, kl_div, kl_div_reference, tvd, tvd_reference
 from .glu import geglu, geglu_reference, glu, glu_reference, swiglu, swiglu_reference
 from .group_norm import group_norm, group_norm_reference
 from .layer_norm import layer_norm, layer_norm_reference
@@ -28,6 +29,10 @@ __all__ = [
     "glu_reference",
     "group_norm",
     "group_norm_reference",
+    "jsd",
+    "jsd_reference",
+    "kl_div",
+    "kl_div_reference",
     "layer_norm",
     "layer_norm_reference",
     "linear_cross_entropy",
@@ -48,5 +53,7 @@ __all__ = [
     "softmax_reference",
     "swiglu",
     "swiglu_reference",
+    "tvd",
+    "tvd_reference",
     "why_not",
 ]

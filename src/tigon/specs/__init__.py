@@ -22,6 +22,9 @@ NAMES = (
     "linear_cross_entropy",
     "softmax",
     "log_softmax",
+    "kl_div",
+    "jsd",
+    "tvd",
 )
 
 

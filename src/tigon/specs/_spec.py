@@ -16,7 +16,7 @@ class Case:
     """One call: named sizes, and the keyword options of the public function.
 
     `models_only` cases have the sizes of real models: they run on accelerators and are what is benchmarked.
-    `dtypes` limits a case to the dtypes named, with the reason in `note`.
+    `dtypes` limits a case to the dtypes named, with the reason in `note`. `frozen` inputs get no gradient: a teacher's.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Case:
     models_only: bool = False
     dtypes: tuple[torch.dtype, ...] | None = None
     note: str = ""
+    frozen: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> int:
         sizes = object.__getattribute__(self, "sizes")
@@ -119,6 +120,10 @@ class OpSpec:
     factor: Mapping[str, float] = field(default_factory=dict)
     floor: Mapping[str, float] = field(default_factory=dict)
     compile_cases: tuple[str, ...] = ()
+
+    def wanted(self, case: Case, inputs: Mapping[str, Tensor | None]) -> list[str]:
+        """Names of the `inputs` that get a gradient in this case."""
+        return [k for k in self.differentiable if inputs.get(k) is not None and k not in case.frozen]
 
     def case(self, name: str) -> Case:
         """The case called `name`.

@@ -138,7 +138,7 @@ class Checker:
         self.op = function or OPS[spec.name].public
         self.reference = OPS[spec.name].reference
         self.inputs = spec.inputs(case, Make(case, device, dtype))
-        self.wanted = [k for k in spec.differentiable if self.inputs.get(k) is not None]
+        self.wanted = spec.wanted(case, self.inputs)
         self.factor = spec.factor.get(case.name, 2.0)
         self.floor = spec.floor.get(case.name, 0.0)
         probe = call(self.reference, self.inputs, case.options, [], None)
@@ -252,7 +252,7 @@ class Checker:
     def empty(self) -> float:
         case = self.spec.empty
         inputs = self.spec.inputs(case, Make(case, self.upstream_device, self.dtype))
-        wanted = [k for k in self.spec.differentiable if inputs.get(k) is not None]
+        wanted = self.spec.wanted(case, inputs)
         expected = call(self.reference, inputs, case.options, [], None)
         upstream = {k: torch.ones_like(v) for k, v in expected.outputs.items() if v.is_floating_point()}
         with poison():

@@ -138,7 +138,7 @@ def recorded(capability: tuple[int, int]) -> Iterator[list[Launch]]:
 def launches_of(spec: OpSpec, case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> list[Launch]:
     """Launches of the forward and of the backward for all inputs, then of the forward without gradients."""
     inputs = spec.inputs(case, Make(case, "meta", dtype))
-    wanted = [k for k in spec.differentiable if inputs.get(k) is not None]
+    wanted = spec.wanted(case, inputs)
     public = ops.OPS[spec.name].public
     with recorded(capability) as launches:
         with torch.no_grad():

@@ -145,6 +145,42 @@ def _softmax(x: Tensor, **options: Any) -> Tensor:
     return _ops().LigerSoftmaxFunction.apply(x)
 
 
+def _kl_div(
+    log_probs: Tensor, target: Tensor, *, log_target: bool = False, reduction: str = "batchmean", **options: Any
+) -> Tensor:
+    if options or reduction == "rows":
+        raise NotImplementedError("no rows, labels or num_items")
+    return _ops().LigerKLDivLossFunction.apply(log_probs, target, reduction, log_target)
+
+
+def _jsd(
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    *,
+    beta: float = 0.5,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    **options: Any,
+) -> Tensor:
+    if options:
+        raise NotImplementedError("only the mean of rows")
+    return _ops().LigerJSDFunction.apply(student_log_probs, teacher_log_probs, labels, beta, ignore_index)
+
+
+def _tvd(
+    p: Tensor,
+    q: Tensor,
+    *,
+    reduction: str = "batchmean",
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    **options: Any,
+) -> Tensor:
+    if options or reduction == "rows":
+        raise NotImplementedError("no rows or num_items")
+    return _ops().LigerTVDLossFunction.apply(p, q, labels, reduction, ignore_index)
+
+
 PEER = Peer(
     "liger",
     "liger_kernel",
@@ -158,6 +194,9 @@ PEER = Peer(
         "cross_entropy": _cross_entropy,
         "linear_cross_entropy": _linear_cross_entropy,
         "softmax": _softmax,
+        "kl_div": _kl_div,
+        "jsd": _jsd,
+        "tvd": _tvd,
     },
     distribution="liger-kernel",
     synchronises=frozenset({"cross_entropy", "linear_cross_entropy"}),

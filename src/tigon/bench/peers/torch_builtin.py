@@ -44,6 +44,14 @@ def _cross_entropy(
     )
 
 
+def _kl_div(
+    log_probs: Tensor, target: Tensor, *, log_target: bool = False, reduction: str = "batchmean", **options: Any
+) -> Tensor:
+    if options or reduction == "rows":
+        raise NotImplementedError("torch's kl_div has no rows, labels or num_items")
+    return F.kl_div(log_probs, target, reduction=reduction, log_target=log_target)
+
+
 PEER = Peer(
     "torch_builtin",
     "torch",
@@ -54,5 +62,6 @@ PEER = Peer(
         "cross_entropy": _cross_entropy,
         "softmax": lambda x, **options: F.softmax(x, -1, **options),
         "log_softmax": lambda x, **options: F.log_softmax(x, -1, **options),
+        "kl_div": _kl_div,
     },
 )

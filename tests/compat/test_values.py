@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -219,6 +220,148 @@ def test_softmax() -> None:
         assert ours(X.bfloat16()).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="impl"):
         plain.softmax(X, impl="nvidia-triton")
+
+
+# ---- divergences ----
+
+STUDENT, TEACHER = (draw(6, D, seed=seed).log_softmax(-1) for seed in (5, 6))
+LABELS = torch.tensor([0, 7, 3, 7, 7, 1])
+COUNTS = LABELS != 7
+
+
+def jsd(x: Tensor, y: Tensor, beta: float) -> Tensor:
+    """Of each row; the student comes first."""
+    if beta in (0, 1):
+        return F.kl_div(*((x, y) if beta == 0 else (y, x)), reduction="none", log_target=True).sum(-1)
+    m = (beta * y.exp() + (1 - beta) * x.exp()).log()
+    of_teacher, of_student = (F.kl_div(m, log, reduction="none", log_target=True).sum(-1) for log in (y, x))
+    return beta * of_teacher + (1 - beta) * of_student
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+def test_jsd(beta: float) -> None:
+    from liger_kernel import functional as plain
+    from liger_kernel.ops import LigerJSDFunction
+    from liger_kernel.transformers import LigerJSD
+    from liger_kernel.transformers.functional import liger_jsd
+
+    module = LigerJSD(beta, 7)
+    assert (module.beta, module.ignore_index) == (beta, 7)
+    for ours in (liger_jsd, plain.jsd, LigerJSDFunction.apply):
+        agree(lambda x, y, ours=ours: ours(x, y, None, beta), lambda x, y: jsd(x, y, beta).mean(), STUDENT, TEACHER)
+        of_labels = lambda x, y, ours=ours: ours(x, y, LABELS, beta, 7)  # noqa: E731
+        for each in (of_labels, lambda x, y: module(x, y, LABELS)):
+            agree(each, lambda x, y: jsd(x, y, beta)[COUNTS].mean(), STUDENT, TEACHER)
+
+
+def plain_kl_div(x: Tensor, y: Tensor, reduction: str, log_target: bool) -> Tensor:
+    each = F.kl_div(x, y, reduction="none", log_target=log_target)
+    # torch warns of its "mean".
+    return {"none": each, "sum": each.sum(), "mean": each.mean(), "batchmean": each.sum() / len(x)}[reduction]
+
+
+def test_kl_div() -> None:
+    from liger_kernel import functional as plain
+    from liger_kernel.ops import LigerKLDivLossFunction
+    from liger_kernel.transformers import LigerKLDIVLoss
+    from liger_kernel.transformers.functional import liger_kl_div
+
+    for log_target in (False, True):
+        target = TEACHER if log_target else TEACHER.exp()
+        for reduction in ("batchmean", "mean", "sum", "none"):
+            options = {"reduction": reduction, "log_target": log_target}
+            expected = lambda x, y, options=options: plain_kl_div(x, y, **options)  # noqa: E731
+            for ours in (liger_kl_div, plain.kl_div, LigerKLDivLossFunction.apply):
+                agree(lambda x, y, ours=ours, options=options: ours(x, y, **options), expected, STUDENT, target)
+            agree(LigerKLDIVLoss(**options), expected, STUDENT, target)
+    per_element = F.kl_div(STUDENT, TEACHER.exp(), reduction="none").mean()
+    for ours in (liger_kl_div, LigerKLDIVLoss(), LigerKLDIVLoss(1e-10, None, None, "mean")):
+        torch.testing.assert_close(ours(STUDENT, TEACHER.exp()), per_element)
+    with pytest.warns(UserWarning, match="size_average"):
+        assert LigerKLDIVLoss(1e-10, False).reduction == "sum"
+    torch.testing.assert_close(plain.kl_div(STUDENT, TEACHER.exp()), per_element * D)
+
+
+def test_kl_div_has_no_least_target() -> None:
+    from liger_kernel.transformers import LigerKLDIVLoss
+    from liger_kernel.transformers.functional import liger_kl_div
+
+    eps = 1e-10
+    target = torch.logspace(-20, 0, 64, dtype=torch.float64).reshape(2, 32)
+    x = draw(2, 32).double()
+    bounded = target * (target.clamp(min=eps).log() - x)
+    difference = (LigerKLDIVLoss(eps, reduction="none")(x, target) - bounded).abs()
+    assert 0 < difference.max() <= eps / math.e
+    # Of probability 0 nothing is left, whatever its logarithm is.
+    x = torch.tensor([[-torch.inf, 0.0]], requires_grad=True)
+    loss = liger_kl_div(x, torch.tensor([[0.0, 1.0]]), reduction="sum")
+    assert loss == 0
+    assert torch.autograd.grad(loss, x)[0].tolist() == [[0.0, -1.0]]
+    assert liger_kl_div(STUDENT, TEACHER.exp(), eps=0.0) == liger_kl_div(STUDENT, TEACHER.exp())
+    assert liger_kl_div(STUDENT, TEACHER, log_target=True, eps=1.0) == liger_kl_div(STUDENT, TEACHER, log_target=True)
+    with pytest.raises(ValueError, match="eps"):
+        liger_kl_div(STUDENT, TEACHER.exp(), eps=1e-6)
+
+
+def test_tvd() -> None:
+    from liger_kernel.ops import LigerTVDLossFunction
+    from liger_kernel.transformers import LigerTVDLoss
+    from liger_kernel.transformers.functional import liger_tvd
+
+    p, q = STUDENT.exp(), TEACHER.exp()
+
+    def expected(p: Tensor, q: Tensor, reduction: str, counts: Tensor) -> Tensor:
+        each = 0.5 * (p - q).abs() * counts[:, None]
+        rows = counts.sum()
+        return {"none": each, "sum": each.sum(), "mean": each.sum() / rows / D, "batchmean": each.sum() / rows}[
+            reduction
+        ]
+
+    for reduction in ("batchmean", "mean", "sum", "none"):
+        for labels, counts in ((None, torch.ones(6)), (LABELS, COUNTS.float())):
+            wanted = lambda p, q, how=(reduction, counts): expected(p, q, *how)  # noqa: E731
+            module = LigerTVDLoss(reduction, 7)
+            agree(lambda p, q, module=module, labels=labels: module(p, q, labels), wanted, p, q)
+            for ours in (liger_tvd, LigerTVDLossFunction.apply):
+                agree(lambda p, q, ours=ours, how=(labels, reduction, 7): ours(p, q, *how), wanted, p, q)
+    assert liger_tvd(p, q) == liger_tvd(p, q, None, "mean")
+    assert LigerTVDLoss()(p, q) == LigerTVDLossFunction.apply(p, q) == liger_tvd(p, q, None, "batchmean")
+
+
+def test_divergences_of_no_row_that_counts_are_zero() -> None:
+    from liger_kernel.transformers.functional import liger_jsd, liger_tvd
+
+    labels = torch.full((6,), -100)
+    for ours, *inputs in ((liger_jsd, STUDENT, TEACHER), (liger_tvd, STUDENT.exp(), TEACHER.exp())):
+        (loss,), gradients = run(lambda x, y, ours=ours: ours(x, y, labels), tuple(inputs))
+        assert loss == 0
+        assert all(t.abs().max() == 0 for t in gradients)
+
+
+def test_divergences_refuse_what_they_would_pass_over() -> None:
+    from liger_kernel import functional as plain
+    from liger_kernel.ops import LigerJSDFunction, LigerTVDLossFunction
+    from liger_kernel.transformers.functional import liger_jsd, liger_kl_div, liger_tvd
+
+    for function in (liger_jsd, liger_kl_div, liger_tvd):
+        with pytest.raises(ValueError, match="two axes"):
+            function(STUDENT[None], TEACHER[None])
+    for function in (liger_kl_div, liger_tvd):
+        with pytest.raises(ValueError, match="reduction"):
+            function(STUDENT, TEACHER, reduction="rows")
+    for option in ("size_average", "reduce"):
+        with pytest.raises(ValueError, match=option):
+            liger_kl_div(STUDENT, TEACHER, **{option: False})
+    for option in ("jsd_impl", "jsd_mode"):
+        with pytest.raises(ValueError, match=option):
+            LigerJSDFunction.apply(STUDENT, TEACHER, **{option: "nvidia-triton"})
+    for function in (plain.jsd, plain.kl_div):
+        with pytest.raises(ValueError, match="impl"):
+            function(STUDENT, TEACHER, impl="nvidia-triton")
+    with pytest.raises(ValueError, match="beta"):
+        liger_jsd(STUDENT, TEACHER, beta=2.0)
+    with pytest.raises(ValueError, match="labels"):
+        LigerTVDLossFunction.apply(STUDENT, TEACHER, LABELS[1:])
 
 
 # ---- gated units ----

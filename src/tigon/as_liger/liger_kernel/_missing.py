@@ -19,18 +19,14 @@ class Feature(NamedTuple):
 
 FEATURES = (
     Feature(
-        "no operator for divergences: JSD, KL, TVD, alone or with a projection",
-        "LigerJSD LigerJSDFunction jsd jsd_forward jsd_backward liger_jsd"
-        " LigerKLDIVLoss LigerKLDivLossFunction kl_div kldiv_forward_triton kldiv_backward_triton liger_kl_div"
-        " LigerTVDLoss LigerTVDLossFunction tv_distance_forward_triton tvd_backward_triton liger_tvd"
-        " LigerFusedCETVDLoss LigerFusedCETVDFunction fused_ce_tvd_forward fused_ce_tvd_backward"
+        "no divergences with a projection or with a cross entropy; JSD, KL and TVD of whole rows are there",
+        "LigerFusedCETVDLoss LigerFusedCETVDFunction fused_ce_tvd_forward fused_ce_tvd_backward"
         " LigerFusedLinearJSD LigerFusedLinearJSDFunction fused_linear_jsd fused_linear_jsd_forward"
         " fused_linear_jsd_backward liger_fused_linear_jsd"
         " LigerFusedLinearKLDivLoss LigerFusedLinearKLDivFunction fused_linear_kl_div_forward"
         " fused_linear_kl_div_backward liger_fused_linear_kl_div",
-        "ops.jsd ops.kl_div ops.tvd ops.fused_ce_tvd ops.fused_linear_jsd ops.fused_linear_kl_div"
-        " transformers.jsd transformers.kl_div transformers.tvd transformers.fused_ce_tvd"
-        " transformers.fused_linear_jsd transformers.fused_linear_kl_div",
+        "ops.fused_ce_tvd ops.fused_linear_jsd ops.fused_linear_kl_div"
+        " transformers.fused_ce_tvd transformers.fused_linear_jsd transformers.fused_linear_kl_div",
     ),
     Feature(
         "no preference, policy and distillation losses with a projection",
@@ -97,11 +93,12 @@ FEATURES = (
     Feature(
         "launchers by themselves: their order of arguments and what they save belong to the kernels behind them",
         "cross_entropy_forward cross_entropy_backward fused_add_rms_norm_forward fused_add_rms_norm_backward"
-        " geglu_forward geglu_backward group_norm_forward group_norm_backward"
-        " layer_norm_forward layer_norm_backward llama4_rope_forward"
+        " geglu_forward geglu_backward group_norm_forward group_norm_backward jsd_forward jsd_backward"
+        " kldiv_forward_triton kldiv_backward_triton layer_norm_forward layer_norm_backward llama4_rope_forward"
         " qwen2vl_mrope_forward qwen2vl_mrope_backward relu_squared_forward relu_squared_backward rms_norm_forward"
         " rms_norm_backward rope_forward rope_backward swiglu_forward swiglu_backward swiglu_fused_gate_up_forward"
-        " swiglu_fused_gate_up_backward liger_cross_entropy_kernel MAX_FUSED_SIZE amp_custom_bwd amp_custom_fwd"
+        " swiglu_fused_gate_up_backward tv_distance_forward_triton tvd_backward_triton liger_cross_entropy_kernel"
+        " MAX_FUSED_SIZE amp_custom_bwd amp_custom_fwd"
         " calculate_settings compare_version device_context element_mul_kernel ensure_contiguous"
         " get_amp_custom_fwd_bwd get_npu_core_count get_num_warps is_hip set_large_grf_mode torch_to_triton_dtype",
         "",

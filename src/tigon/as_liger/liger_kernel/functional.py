@@ -12,6 +12,8 @@ from ._missing import missing_from
 from ._options import require_default
 from .ops import fused_add_rms_norm as _fused_add_rms_norm
 from .ops import geglu as _geglu
+from .ops import jsd as _jsd
+from .ops import kl_div as _kl_div
 from .ops import layer_norm as _layer_norm
 from .ops import rms_norm as _rms_norm
 from .ops import rope as _rope
@@ -107,6 +109,36 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     require_default("rope", impl=impl, mode=mode, backend=backend)
     return _rope.LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim)
+
+
+def jsd(
+    _input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    *,
+    impl: Any = None,
+    mode: Any = None,
+    backend: Any = None,
+) -> Tensor:
+    require_default("jsd", impl=impl, mode=mode, backend=backend)
+    return _jsd.LigerJSDFunction.apply(_input, target, shift_labels, beta, ignore_index)
+
+
+def kl_div(
+    y_pred: Tensor,
+    y_true: Tensor,
+    reduction: str = "batchmean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+    *,
+    impl: Any = None,
+    mode: Any = None,
+    backend: Any = None,
+) -> Tensor:
+    require_default("kl_div", impl=impl, mode=mode, backend=backend)
+    return _kl_div.LigerKLDivLossFunction.apply(y_pred, y_true, reduction, log_target, eps)
 
 
 def cross_entropy(

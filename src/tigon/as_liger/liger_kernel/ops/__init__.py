@@ -10,6 +10,8 @@ from .fused_linear_cross_entropy import (
 )
 from .geglu import LigerGELUMulFunction
 from .group_norm import LigerGroupNormFunction
+from .jsd import LigerJSDFunction
+from .kl_div import LigerKLDivLossFunction
 from .layer_norm import LigerLayerNormFunction
 from .llama4_rope import LigerLlama4RopeFunction
 from .qwen2vl_mrope import LigerQwen2VLMRopeFunction
@@ -18,6 +20,7 @@ from .rms_norm import LigerRMSNormFunction
 from .rope import LigerRopeFunction
 from .softmax import LigerSoftmaxFunction
 from .swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
+from .tvd import LigerTVDLossFunction
 
 __all__ = [
     "LigerCrossEntropyFunction",
@@ -26,6 +29,8 @@ __all__ = [
     "LigerFusedLinearCrossEntropyFunction",
     "LigerGELUMulFunction",
     "LigerGroupNormFunction",
+    "LigerJSDFunction",
+    "LigerKLDivLossFunction",
     "LigerLayerNormFunction",
     "LigerLlama4RopeFunction",
     "LigerQwen2VLMRopeFunction",
@@ -34,6 +39,7 @@ __all__ = [
     "LigerRopeFunction",
     "LigerSiLUMulFunction",
     "LigerSoftmaxFunction",
+    "LigerTVDLossFunction",
     "fused_linear_cross_entropy_backward",
     "fused_linear_cross_entropy_forward",
 ]

@@ -14,6 +14,8 @@ _WHERE = {
     "fused_add_rms_norm": ("LigerFusedAddRMSNorm",),
     "fused_linear_cross_entropy": ("LigerFusedLinearCrossEntropyLoss",),
     "geglu": ("LigerGEGLUMLP",),
+    "jsd": ("LigerJSD",),
+    "kl_div": ("LigerKLDIVLoss",),
     "layer_norm": ("LigerLayerNorm",),
     "llama4_rope": ("liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb"),
     "mlp": ("LigerFalconH1MLP", "LigerMLP"),
@@ -29,6 +31,7 @@ _WHERE = {
         "LigerSwiGLUMLP",
         "LigerSwiGLUMLPForMuseGlimmer",
     ),
+    "tvd": ("LigerTVDLoss",),
 }
 _OF_TRANSFORMERS = {
     "auto_model": ("AutoLigerKernelForCausalLM",),

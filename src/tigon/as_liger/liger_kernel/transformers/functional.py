@@ -14,6 +14,8 @@ from ..ops import (
     LigerFusedAddRMSNormFunction,
     LigerGELUMulFunction,
     LigerGroupNormFunction,
+    LigerJSDFunction,
+    LigerKLDivLossFunction,
     LigerLayerNormFunction,
     LigerQwen2VLMRopeFunction,
     LigerReLUSquaredFunction,
@@ -21,6 +23,7 @@ from ..ops import (
     LigerRopeFunction,
     LigerSiLUMulFunction,
     LigerSoftmaxFunction,
+    LigerTVDLossFunction,
 )
 
 __all__ = [
@@ -30,6 +33,8 @@ __all__ = [
     "liger_fused_linear_cross_entropy",
     "liger_geglu",
     "liger_group_norm",
+    "liger_jsd",
+    "liger_kl_div",
     "liger_layer_norm",
     "liger_qwen2vl_mrope",
     "liger_relu_squared",
@@ -37,6 +42,7 @@ __all__ = [
     "liger_rope",
     "liger_softmax",
     "liger_swiglu",
+    "liger_tvd",
 ]
 __getattr__ = missing_from(__name__)
 
@@ -110,6 +116,40 @@ def liger_fused_linear_cross_entropy(
         return_predicted_tokens,
         chunk_mem_const,
     ).as_asked()
+
+
+def liger_jsd(
+    input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+) -> Tensor:
+    return LigerJSDFunction.apply(input, target, shift_labels, beta, ignore_index)
+
+
+def liger_kl_div(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = True,
+    reduce: bool | None = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> Tensor:
+    for option, value in (("size_average", size_average), ("reduce", reduce)):
+        require(value is None or value is True, "liger_kl_div", option, "True or None; `reduction` says it", value)
+    return LigerKLDivLossFunction.apply(input, target, reduction, log_target, eps)
+
+
+def liger_tvd(
+    input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    return LigerTVDLossFunction.apply(input, target, shift_labels, reduction, ignore_index)
 
 
 def liger_rms_norm(

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb, eager_attention_forward
 
 import tigon
 from tigon.patch import _add_norm, _norms, _rope
@@ -495,6 +497,101 @@ def test_layers_compute_the_same_whatever_they_do_with_the_sum(name: str, traini
     for actual, wanted in zip(run(), native, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
     assert spy.added == adds
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+# In here reading the code does not find it.
+FUNCTIONS = [Same]
+
+
+def same(x: Tensor) -> Tensor:
+    return Same.apply(x)
+
+
+class CheckpointsInTraining(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        if not self.training:
+            return x + self.mlp(self.norm2(x))
+        return x + checkpoint(lambda y: self.mlp(self.norm2(y)), x, use_reentrant=True)
+
+
+class FunctionInTraining(Layer):
+    def join(self, x: Tensor, branch: Tensor) -> Tensor:
+        return same(x + branch) if self.training else x + branch
+
+
+class FunctionNotNamed(Layer):
+    """What reading the code does not find, the run in training does."""
+
+    function = ("apply", Same)
+
+    def join(self, x: Tensor, branch: Tensor) -> Tensor:
+        return getattr(self.function[1], self.function[0])(x + branch) if self.training else x + branch
+
+
+class OtherSumInTraining(Layer):
+    def join(self, x: Tensor, branch: Tensor) -> Tensor:
+        return 2 * x + branch if self.training else x + branch
+
+
+class KeepsTheSum(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.total = x + self.attention(self.norm1(x))
+        return self.total + self.mlp(self.norm2(self.total))
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (CheckpointsInTraining, "checkpoint in CheckpointsInTraining.forward"),
+        (FunctionInTraining, "apply in same"),
+        (FunctionNotNamed, "raised RuntimeError in the probe: tigon: an autograd function"),
+        (OtherSumInTraining, "no norm takes a sum that it makes"),
+        (KeepsTheSum, "keeps a record in total"),
+    ],
+)
+def test_layers_that_do_otherwise_in_training_are_kept(layer: type[Layer], reason: str) -> None:
+    row = next(row for row in tigon.patch(layer(), fuse="add_rms_norm") if row.form == "add_rms_norm")
+    assert row.verdict == "kept"
+    assert reason in row.reason
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_heads_that_are_handed_to_an_autograd_function_in_training_are_normalised_first(
+    hidden: bool, build: Any, batch: Any, step: Any, assert_same_step: Any
+) -> None:
+    keep = (lambda x: getattr(FUNCTIONS[0], "app" + "ly")(x)) if hidden else same
+
+    class Attention(Qwen3Attention):
+        def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+            k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+            v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+            if self.training:
+                q, k = keep(q), keep(k)
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+            y, weights = eager_attention_forward(self, q, k, v, attention_mask, scaling=self.scaling)
+            return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    model = build("Qwen3", num_hidden_layers=1, attn_implementation="eager")
+    model.model.layers[0].self_attn.__class__ = Attention
+    native = copy.deepcopy(model)
+    report = tigon.patch(model, fuse="qk_norm_rope")
+    row = next(row for row in report if row.form == "qk_norm_rope")
+    assert row.verdict == "kept"
+    assert ("autograd function" if hidden else "apply in same") in row.reason
+    assert_same_step(step(model, batch), step(native, batch))
 
 
 def test_a_use_that_the_trial_did_not_see_gets_the_sum(spy: Spy) -> None:

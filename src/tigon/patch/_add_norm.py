@@ -7,6 +7,7 @@ with its input when it is called in another way than in the trial run is not see
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import types
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.rms_norm import rms_norm_reference
-from . import _norms, _probe, _swap
+from . import _dispatch, _norms, _probe, _swap
 from ._deferred import real
 from ._form import Found, Match, argument_of, arguments_of, is_plain, own
 from ._probe import Refused
@@ -61,7 +62,7 @@ _BATCH = 5
 _MORE = (1, 2, 0)
 
 
-class _Block(nn.Module):
+class _Block(_probe.StandIn):
     """Stand-in for attention, an MLP and whatever else computes a branch."""
 
     def __init__(self, width: int, more: int, generator: torch.Generator) -> None:
@@ -107,23 +108,28 @@ class _Layer:
         shape = _probe.shape_of(tensor)
         return torch.randn(shape, generator=self.generator) if tensor.is_floating_point() else torch.zeros(shape).long()
 
-    def twin(self, blocks: dict[str, _Block], forwards: Callable[[str], Any]) -> nn.Module:
+    def twin(self, blocks: dict[str, _Block], forwards: Callable[[str], Any], training: bool) -> nn.Module:
         """A fresh copy of the layer; `forwards` gives the norms other forwards than their own."""
         children: dict[str, Any] = {}
         for name, child in self.module._modules.items():
             if child is None or name in blocks:
                 children[name] = blocks.get(name)
                 continue
-            children[name] = _probe.twin(child, parameters=self.weights.get(name))
+            children[name] = _probe.twin(child, parameters=self.weights.get(name), training=training)
             if forwards(name) is not None:
                 found = self.norms[name]
                 children[name].__dict__["_tigon"] = _swap.Installed("rms_norm", "", found.settings, "forward", ())
                 children[name].__dict__["forward"] = types.MethodType(forwards(name), children[name])
-        return _probe.twin(self.module, parameters=self.parameters, buffers=self.buffers, children=children)
+        return _probe.twin(
+            self.module, parameters=self.parameters, buffers=self.buffers, children=children, training=training
+        )
 
     def run(self, layer: nn.Module, blocks: dict[str, _Block], x: Any, leaf: Tensor) -> _Run:
         others = {a.name: None for a in arguments_of(self.module)[1:] if a.default is a.empty and a.kind in _BY_NAME}
-        results = real(_probe.explained(lambda: type(layer).forward(layer, **{self.argument: x, **others})))
+        # What is dropped out is the same in every run.
+        torch.random.default_generator.manual_seed(0)
+        forward = functools.partial(type(layer).forward, layer, **{self.argument: x, **others})
+        results = real(_probe.watched(layer, forward, draws=True))
         results = [results] if isinstance(results, Tensor) else results
         if not isinstance(results, (tuple, list)) or not results or not isinstance(results[0], Tensor):
             raise Refused(f"its forward returns {type(results).__name__}, the form a tensor first")
@@ -135,7 +141,7 @@ class _Layer:
         leaves = [each for each in leaves if each is not None]
         return _Run([r for r in results if isinstance(r, Tensor)], _probe.gradients(results[0], leaves, self.upstream))
 
-    def native(self) -> tuple[_Run, dict[str, _Block]]:
+    def native(self, training: bool) -> tuple[_Run, dict[str, _Block]]:
         """The first run that works, with what the blocks have to return for it."""
         names, refused = opaque(self.module, self.norms), None
         if len(names) > 4:
@@ -144,12 +150,14 @@ class _Layer:
             blocks = {n: _Block(self.width, m, self.generator) for n, m in zip(names, more, strict=True)}
             x = self.x.clone().requires_grad_()
             try:
-                return self.run(self.twin(blocks, lambda name: None), blocks, x, x), blocks
+                return self.run(self.twin(blocks, lambda name: None, training), blocks, x, x), blocks
+            except _probe.LeavesTraces:
+                raise
             except Refused as error:
                 refused = refused or error
         raise Refused(f"it does not run on stand-ins for its blocks: {refused or 'it has none'}")
 
-    def fused(self, blocks: dict[str, _Block]) -> tuple[_Run, AddNormSettings]:
+    def fused(self, blocks: dict[str, _Block], training: bool) -> tuple[_Run, AddNormSettings]:
         takers, adding = {}, {}
 
         def forward_of(name: str) -> Any:
@@ -164,7 +172,7 @@ class _Layer:
             return forward if name in self.norms else None
 
         leaf = self.x.clone().requires_grad_()
-        run = self.run(self.twin(blocks, forward_of), blocks, Stream(leaf), leaf)
+        run = self.run(self.twin(blocks, forward_of, training), blocks, Stream(leaf), leaf)
         names = [name for name, block in blocks.items() if block.took_stream]
         norms = tuple(name for name, adds in adding.items() if adds)
         if not norms:
@@ -175,15 +183,25 @@ class _Layer:
 
 
 def verify(module: nn.Module, norms: dict[str, Found], generator: torch.Generator) -> Found:
+    past = _dispatch.passed_by(type(module).forward, type(module))
+    if past:
+        raise Refused(f"its forward hands tensors on where operations are not seen: {past}")
     layer = _Layer(module, norms, generator)
-    native, blocks = layer.native()
-    fused, settings = layer.fused(blocks)
+    settings = [_agreed(layer, training) for training in (False, True)]
+    if settings[0] != settings[1]:
+        raise Refused("its norms take other sums in training")
+    return Found(", ".join(settings[0].norms), settings[0])
+
+
+def _agreed(layer: _Layer, training: bool) -> AddNormSettings:
+    native, blocks = layer.native(training)
+    fused, settings = layer.fused(blocks, training)
     same = len(native.results) == len(fused.results) and all(
         _probe.same(a, b) for a, b in zip(fused.results, native.results, strict=True)
     )
     if not same or not _probe.same_gradients(fused.grads, native.grads):
         raise Refused("it does not compute the same with its input as a stream")
-    return Found(", ".join(settings.norms), settings)
+    return settings
 
 
 # ---- replacing ----

@@ -8,12 +8,12 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import _add_norm, _head, _hf, _probe, _qk_norm_rope, _rope, _swap
+from . import _add_norm, _dispatch, _head, _hf, _probe, _qk_norm_rope, _rope, _swap
 from ._forms import FORM_NAMES, FORMS, FUSIONS, Found, argument_of
 from ._probe import Refused
 from .report import LOSS, Report, Verdict, grouped
@@ -136,17 +136,16 @@ def patch(
         raise ValueError(f"patch: strict: expected something to replace, got\n{report}")
     if strict and report.kept:
         raise ValueError(f"patch: strict: expected every form to be replaced, got\n{report}")
-    by_name, done = dict(modules), []
+    before = [(module, _swap.put_on(module)) for _, module in modules]
     try:
         for finding in findings:
             if finding.act is not None:
-                done.append(by_name[finding.name])
                 finding.act()
-        for module in _link(modules):
-            done.append(module)
+        _link(modules)
     except BaseException:
-        for module in done:
-            _undo(module)
+        # What an earlier call has replaced stays so.
+        for module, state in before:
+            _swap.put_back(module, state)
         raise
     if not report.replaced:
         # From the caller's line, past the lock.
@@ -205,8 +204,8 @@ def _language_models(modules: list[tuple[str, nn.Module]]) -> list[str]:
     return [name for name, mark in marks if isinstance(mark.settings, _head.ModelSettings) and mark.settings.own_loss]
 
 
-def _link(modules: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
-    """Tell every model which patched language models it holds; yields those that get a forward for this alone."""
+def _link(modules: list[tuple[str, nn.Module]]) -> None:
+    """Tell every model which patched language models it holds; some get a forward for this alone."""
     patched = _language_models(modules)
     for name, module in modules:
         if not _hf.is_pretrained_model(module):
@@ -219,7 +218,6 @@ def _link(modules: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
             index = None if _hf.computes_a_loss(type(module).forward) else _head.labels_index(module)
             settings = _head.ModelSettings(index, (), own_loss=False, inner=inner)
             function = _swap.like(_head.model_forward, type(module).forward)
-            yield module
             _swap.install(module, LOSS, "", settings, function)
 
 
@@ -443,6 +441,9 @@ def _why_no_loss(model: nn.Module, head: nn.Module) -> str:
             return f"its loss function is {getattr(loss, '__name__', repr(loss))}, not the causal language model loss"
     elif not _hf.calls_cross_entropy(forward):
         return "its forward calls neither loss_function nor a cross entropy"
+    past = _dispatch.passed_by(forward, type(model))
+    if past:
+        return f"its forward hands tensors on where operations are not seen: {past}"
     if not _head.is_linear(head):
         return f"its output layer is a {type(head).__name__}, not a plain nn.Linear"
     if _hf.is_tensor_parallel(model):

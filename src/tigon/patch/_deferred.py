@@ -6,11 +6,15 @@ the tensor and runs on it, so that whatever a model does with it, it gets what i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Whose hooks put others on every tensor they meet, which would make it.
+WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.")
 
 
 class Deferred:
@@ -19,6 +23,25 @@ class Deferred:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    # What `isinstance(value, nn.Parameter)` asks a tensor for.
+    _is_param = False
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """A tensor, to the code of a model that asks with `isinstance`; itself to torch, to wrappers, and here."""
+        caller: Any = sys._getframe(1)
+        if caller.f_globals.get("__name__") == "torch":
+            # From `torch.is_tensor`.
+            caller = caller.f_back
+        name = caller.f_globals.get("__name__") or ""
+        if name == "torch._functorch.utils":
+            # An autograd function looks through its arguments, and would take this for a constant.
+            raise RuntimeError(
+                f"tigon: an autograd function, or a re-entrant checkpoint, got {type(self).__name__}, which stands for"
+                " a tensor that is not computed yet, and would lose its gradient; unpatch the model and patch it with"
+                " skip=['linear_cross_entropy'] and without fuse"
+            )
+        return type(self) if name.startswith(("torch.", "tigon.", *WRAPPERS)) else Tensor
 
     def materialise(self) -> Tensor:
         """The tensor, computed once."""

@@ -7,8 +7,14 @@ materialises the real logits, so the model's own forward stays what runs, whatev
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
+import itertools
+import types
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,21 +22,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.linear_cross_entropy import linear_cross_entropy
-from . import _hf
-from ._deferred import Deferred, real
+from . import _dispatch, _hf
+from ._deferred import WRAPPERS, Deferred, real
 from ._forms import _is_plain
-from ._swap import this_thread
+from ._swap import this_thread, watched_by_all
 
 
-class _LossRequest:
-    """What the output layer is to compute instead of logits. Not a pytree, so that wrappers do not cast it."""
+class _Call(NamedTuple):
+    """What a call of the output layer depends on besides its arguments, as it was then."""
 
-    def __init__(self, labels: Tensor, options: dict[str, Any], columns: int | None) -> None:
-        self.labels, self.options, self.columns = labels, options, columns
+    grad: bool
+    # None where it was off, else the dtype.
+    autocast: torch.dtype | None
+    # Of the parameters: whether they get gradients, and their version.
+    trained: tuple[bool, ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def now(cls, head: nn.Module, device: torch.device) -> _Call:
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        parameters = [head.weight] if head.bias is None else [head.weight, head.bias]
+        trained = tuple(parameter.requires_grad for parameter in parameters)
+        # Hooks that gather a weight write it anew for every call.
+        versions = () if head._forward_pre_hooks else tuple(_version(parameter) for parameter in parameters)
+        return cls(torch.is_grad_enabled(), autocast, trained, versions)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
 class _LogitsRequest:
-    """Asks the output layer for real logits while its flag is up."""
+    """Asks the output layer for real logits, as `call` would have made them, while its flag is up.
+
+    Not a pytree, so that wrappers do not cast what is in it.
+    """
+
+    def __init__(self, call: _Call) -> None:
+        self.call = call
+
+
+class _LossRequest(_LogitsRequest):
+    """What the output layer is to compute instead of logits."""
+
+    def __init__(self, call: _Call, labels: Tensor, options: dict[str, Any], columns: int | None) -> None:
+        super().__init__(call)
+        self.labels, self.options, self.columns = labels, options, columns
 
 
 class DeferredLogits(Deferred):
@@ -40,10 +77,13 @@ class DeferredLogits(Deferred):
     are recorded, and the mean cross entropy of a matrix is fused; everything else runs on the real logits.
     """
 
-    def __init__(self, head: nn.Module, hidden: Tensor, dtype: torch.dtype) -> None:
-        self.head, self.hidden, self.dtype = head, hidden, dtype
+    def __init__(self, head: nn.Module, hidden: Tensor, call: _Call) -> None:
+        self.head, self.hidden, self.call, self.version = head, hidden, call, _version(hidden)
+        self.dtype = call.autocast or hidden.dtype
         self.shape = torch.Size((*hidden.shape[:-1], head.out_features))
         self.device = hidden.device
+        # How the logits lie in memory, which says what of them is a view.
+        self.strides = _dense(self.shape)
         self.operations: tuple[tuple[str, Any], ...] = ()
         self.formed: Tensor | None = None
         # Logits that these are a view of, and how: an edit in place of the ones is seen in the others.
@@ -54,15 +94,45 @@ class DeferredLogits(Deferred):
         """The real logits, where they, or what they are a view of, were formed."""
         if self.formed is None and self.view_of is not None and self.view_of[0].real is not None:
             base, view = self.view_of
-            self.formed = view(base.real)  # type: ignore[arg-type]
+            self.formed = self._viewed(view, base.real)  # type: ignore[arg-type]
         return self.formed
+
+    def _viewed(self, view: Callable[[Tensor], Tensor], base: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.call.grad):
+            return view(base)
 
     def _with(self, hidden: Tensor, columns: int, view: Callable[[Tensor], Tensor] | None = None) -> DeferredLogits:
         """These logits of other hidden states, in the same memory if `view` says where."""
-        after = DeferredLogits(self.head, hidden, self.dtype)
-        after.operations, after.shape = self.operations, torch.Size((*hidden.shape[:-1], columns))
+        # What is done without gradients has none, whatever it is done to.
+        call = self.call if torch.is_grad_enabled() else self.call._replace(grad=False)
+        after = DeferredLogits(self.head, hidden, call)
+        after.operations, after.dtype, after.version = self.operations, self.dtype, self._checked_version(hidden)
+        after.shape = torch.Size((*hidden.shape[:-1], columns))
+        after.strides = _dense(after.shape)
         after.view_of = None if view is None else (self, view)
         return after
+
+    def _checked_version(self, hidden: Tensor) -> int:
+        """The version of `hidden`, which was made of what the output layer was given."""
+        if _version(self.hidden) != self.version:
+            raise RuntimeError(
+                "tigon: the hidden states were modified by an inplace operation after the output layer was called on"
+                " them, and its logits are not computed yet; modify a copy, or patch with skip=['linear_cross_entropy']"
+            )
+        return _version(hidden)
+
+    def product(self, *request: Any) -> Any:
+        """The logits, or what the given labels, options and columns ask for, from the output layer itself.
+
+        Through its __call__, so that whatever gathers, casts or adapts the weight does so.
+        """
+        self._checked_version(self.hidden)
+        grad = self.call.grad and (torch.is_grad_enabled() or not request)
+        made = _LossRequest(self.call, *request) if request else _LogitsRequest(self.call)
+        if grad == torch.is_grad_enabled():
+            return self.head(self.hidden, _request=made)
+        with torch.set_grad_enabled(grad):
+            return self.head(self.hidden, _request=made)
 
     def _then(self, name: str, value: Any, dtype: torch.dtype | None = None) -> Any:
         """These logits after one more operation."""
@@ -78,11 +148,12 @@ class DeferredLogits(Deferred):
             return self.real
         if self.view_of is not None:
             base, view = self.view_of
-            self.formed = view(base.materialise())
+            self.formed = self._viewed(view, base.materialise())
             return self.formed
-        logits = self.head(self.hidden, _request=_LogitsRequest())
-        for name, value in self.operations:
-            logits = _OPERATIONS[name](logits, value)
+        logits = self.product()
+        with torch.set_grad_enabled(self.call.grad):
+            for name, value in self.operations:
+                logits = _OPERATIONS[name](logits, value)
         self.formed = logits
         return logits
 
@@ -128,8 +199,9 @@ class DeferredLogits(Deferred):
     def contiguous(self, *args: Any, **kwargs: Any) -> Any:
         if self.real is not None or args or kwargs:
             return self.materialise().contiguous(*args, **kwargs)
-        # Of a part it is a copy, which sees no later edit.
-        return self if self.view_of is None else self._with(self.hidden, self.shape[-1])
+        # Of what has gaps it is a copy, which sees no later edit.
+        has_gaps = not self._is_matrix() or self.strides[:-1] != _dense(self.shape)[:-1]
+        return self._with(self.hidden, self.shape[-1]) if has_gaps else self
 
     def float(self) -> Any:
         return self.to(torch.float32)
@@ -151,10 +223,13 @@ class DeferredLogits(Deferred):
             if type(stop) is int and 0 < stop <= self.shape[-1] and axes and axes[-1] == slice(stop):
                 after = self._with(self.hidden, stop, lambda logits: logits[..., :stop])
                 after.operations = (*self.operations, ("slice", stop))
+                after.strides = self.strides
                 return after
             return self.materialise()[index]
         # Rows of the logits are the logits of these rows.
-        return self._with(self.hidden[axes], self.shape[-1], lambda logits: logits[index])
+        after = self._with(self.hidden[axes], self.shape[-1], lambda logits: logits[index])
+        after.strides = tuple(n * (axis.step or 1) for n, axis in zip(self.strides, axes, strict=True))
+        return after
 
     def view(self, *shape: Any) -> Any:
         return self._as_matrix("view", shape)
@@ -167,8 +242,18 @@ class DeferredLogits(Deferred):
         rows = self.shape[:-1].numel()
         if self.real is None and sizes in ((-1, self.shape[-1]), (rows, self.shape[-1]), (rows, -1)):
             hidden = self.hidden.reshape(rows, self.hidden.shape[-1])
-            return self._with(hidden, self.shape[-1], lambda logits: getattr(logits, name)(*shape))
+            if name == "reshape" and not self._is_matrix():
+                # Then it copies, and sees no later edit.
+                return self._with(hidden, self.shape[-1])
+            after = self._with(hidden, self.shape[-1], lambda logits: getattr(logits, name)(*shape))
+            after.strides = (*self.strides[-2:-1], 1) if self.ndim > 1 else (self.shape[-1], 1)
+            return after
         return getattr(self.materialise(), name)(*shape)
+
+    def _is_matrix(self) -> bool:
+        """Whether the rows are evenly spaced in memory."""
+        axes = [(n, stride) for n, stride in zip(self.shape[:-1], self.strides[:-1], strict=True) if n != 1]
+        return all(outer[1] == n * stride for outer, (n, stride) in itertools.pairwise(axes))
 
     def _slices(self, index: Any) -> tuple[slice, ...] | None:
         """One slice for every axis, or None for an index of another kind."""
@@ -205,9 +290,7 @@ def _cross_entropy(
     planned = input.plan() if input.ndim == 2 and target.shape == input.shape[:1] else None
     if planned is None or target.dtype != torch.int64:
         return NotImplemented
-    loss = input.head(
-        input.hidden, _request=_LossRequest(target, {**planned[0], "ignore_index": ignore_index}, planned[1])
-    )
+    loss = input.product(target, {**planned[0], "ignore_index": ignore_index}, planned[1])
     # It rounds as the logits do, unless autocast says otherwise.
     return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
@@ -221,6 +304,14 @@ _OPERATIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
+def _dense(shape: Iterable[int]) -> tuple[int, ...]:
+    """Strides of a tensor without gaps."""
+    strides = [1]
+    for size in (*shape,)[:0:-1]:
+        strides.append(strides[-1] * size)
+    return tuple(strides[::-1])
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and value != 0
 
@@ -230,13 +321,40 @@ def _is_number(value: Any) -> bool:
 
 def head_forward(self: nn.Module, input: Tensor, _request: Any = None) -> Any:
     """Forward of the output layer."""
-    if isinstance(_request, _LossRequest):
-        return _loss_of(self, input, _request)
+    if isinstance(_request, _LogitsRequest):
+        now = _Call.now(self, input.device)
+        if now._replace(grad=_request.call.grad) == _request.call:
+            return _requested(self, input, _request)
+        with _as_called(self, input.device, now, _request.call):
+            return _requested(self, input, _request)
     # A weight that is not whole here (tensor parallel) or not plain (quantised) keeps its own forward.
-    if _request is None and self.__dict__.get("_tigon_defer") == this_thread() and _is_plain(input, self.weight):
-        autocast = torch.is_autocast_enabled(input.device.type)
-        return DeferredLogits(self, input, torch.get_autocast_dtype(input.device.type) if autocast else input.dtype)
+    if self.__dict__.get("_tigon_defer") == this_thread() and _is_plain(input, self.weight):
+        return DeferredLogits(self, input, _Call.now(self, input.device))
     return type(self).forward(self, input)
+
+
+def _requested(head: nn.Module, hidden: Tensor, request: _LogitsRequest) -> Tensor:
+    return _loss_of(head, hidden, request) if isinstance(request, _LossRequest) else type(head).forward(head, hidden)
+
+
+@contextlib.contextmanager
+def _as_called(head: nn.Module, device: torch.device, now: _Call, then: _Call) -> Iterator[None]:
+    """What was set otherwise when the output layer was called is set so again."""
+    if now.versions != then.versions:
+        raise RuntimeError(
+            "tigon: the weight of the output layer was modified by an inplace operation after the call whose logits are"
+            " not computed yet; modify it before or after the forward, or patch with skip=['linear_cross_entropy']"
+        )
+    parameters = [head.weight] if head.bias is None else [head.weight, head.bias]
+    dtype = then.autocast or torch.get_autocast_dtype(device.type)
+    try:
+        for parameter, trained in zip(parameters, then.trained, strict=True):
+            parameter.requires_grad_(trained)
+        with torch.autocast(device.type, dtype=dtype, enabled=then.autocast is not None):
+            yield
+    finally:
+        for parameter, trained in zip(parameters, now.trained, strict=True):
+            parameter.requires_grad_(trained)
 
 
 def _loss_of(head: nn.Module, hidden: Tensor, request: _LossRequest) -> Tensor:
@@ -271,11 +389,8 @@ def causal_lm_loss(
     if shift_labels is None:
         rows = F.pad(rows, (0, 1), value=ignore_index)[..., 1:]
     options, columns = planned
-    hidden = logits.hidden
-    rows = rows.reshape(hidden.shape[:-1]).to(hidden.device)
-    options = {**options, "ignore_index": ignore_index, "num_items": num_items_in_batch}
-    # Through __call__, so that whatever gathers, casts or adapts the weight does so.
-    return logits.head(hidden, _request=_LossRequest(rows, options, columns))
+    rows = rows.reshape(logits.shape[:-1]).to(logits.device)
+    return logits.product(rows, {**options, "ignore_index": ignore_index, "num_items": num_items_in_batch}, columns)
 
 
 class ModelSettings(NamedTuple):
@@ -322,22 +437,49 @@ def model_forward(self: nn.Module, *args: Any, skip_logits: bool | None = None, 
         raise ValueError("forward: skip_logits=True: expected labels or shift_labels, got neither")
     defer = settings.own_loss and labels is not None and (self.training if skip_logits is None else skip_logits)
     head = self.get_output_embeddings() if defer else None
-    defer = defer and can_defer(head)
+    defer = defer and can_defer(head) and _sees_what_is_done(self)
     inner = _inner_models(self, settings.inner) if outer is None else []
-    if not defer and not inner:
+    # A call from within a call of the same model, such as from a hook, is one of its own.
+    running = self.__dict__.get("_tigon_running") or ()
+    heads = [each for each in running if _of_this_thread(each, "_tigon_defer") is not None]
+    if not defer and not inner and not heads:
         return type(self).forward(self, *args, **kwargs)
-    if defer:
-        head._tigon_defer = this_thread()
+    if defer and not any(each is head for each in heads):
+        heads.append(head)
+    before = [_of_this_thread(each, "_tigon_defer") for each in heads]
+    inner_before = [_of_this_thread(each, "_tigon_outer") for each in inner]
+    for each in heads:
+        each._tigon_defer = this_thread() if defer and each is head else None
     for each in inner:
         each._tigon_outer = (this_thread(), skip_logits)
+    if defer:
+        # In a tuple, since a module would become a child.
+        self._tigon_running = (head,)
     try:
         output = type(self).forward(self, *args, **kwargs)
     finally:
+        for each, value in zip(heads, before, strict=True):
+            each._tigon_defer = value
+        for each, value in zip(inner, inner_before, strict=True):
+            each._tigon_outer = value
         if defer:
-            head._tigon_defer = None
-        for each in inner:
-            each._tigon_outer = None
+            self._tigon_running = running
     return output if outer is not None else _without_deferred(output)
+
+
+def _of_this_thread(module: nn.Module, flag: str) -> Any:
+    """The flag, to be put back, if this thread has set it; that of another would outlast its call."""
+    value = module.__dict__.get(flag)
+    return value if (value[0] if isinstance(value, tuple) else value) == this_thread() else None
+
+
+def _sees_what_is_done(model: nn.Module) -> bool:
+    """Whether the loss function in use, which may have been set after patching, dispatches what it does."""
+    loss = model.__dict__.get("_loss_function", causal_lm_loss)
+    if loss is causal_lm_loss:
+        return True
+    # A compiler would break its graph at the search.
+    return not torch.compiler.is_compiling() and not _dispatch.passed_by(loss)
 
 
 def _inner_models(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
@@ -368,31 +510,57 @@ def can_defer(head: Any) -> bool:
     return is_linear(head) and "_tigon" in head.__dict__ and not has_foreign_hooks(head)
 
 
-# Whose hooks only bring the weight where it is needed: they are right around a loss as around logits.
-_GATHERERS = ("torch.distributed.", "deepspeed.", "accelerate.")
-
-
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Whether a hook on `module` expects, or may change, what its own forward takes and gives."""
+    """Whether a hook on `module`, or on all modules, expects, or may change, what its own forward takes and gives."""
+    if watched_by_all():
+        return True
     stores = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     hooks = [getattr(hook, "func", hook) for store in stores for hook in store.values()]
-    return any(not (getattr(hook, "__module__", None) or "").startswith(_GATHERERS) for hook in hooks)
+    # Those of wrappers only bring the weight where it is needed: they are right around a loss as around logits.
+    return any(not (getattr(hook, "__module__", None) or "").startswith(WRAPPERS) for hook in hooks)
 
 
 def _without_deferred(output: Any) -> Any:
     """`output` with None for deferred logits, in nested outputs too; what holds none is returned as it is."""
     if isinstance(output, DeferredLogits):
         return None
-    if type(output) in (tuple, list):
+    if isinstance(output, (tuple, list)):
         items = [_without_deferred(item) for item in output]
-        return output if _are_same(items, output) else type(output)(items)
-    if not isinstance(output, dict):
-        return output
+        if _are_same(items, output):
+            return output
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    if isinstance(output, dict):
+        return _dict_without_deferred(output)
+    if dataclasses.is_dataclass(output) or isinstance(output, (types.SimpleNamespace, UserDict)):
+        if isinstance(output, type):
+            return output
+        state = {key: _without_deferred(value) for key, value in _state_of(output)}
+        if _are_same(state.values(), (value for _, value in _state_of(output))):
+            return output
+        after = copy.copy(output)
+        for key, value in state.items():
+            # A frozen one has no other way.
+            object.__setattr__(after, key, value)
+        return after
+    return output
+
+
+def _state_of(output: Any) -> list[tuple[str, Any]]:
+    if dataclasses.is_dataclass(output):
+        return [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
+    return list(vars(output).items())
+
+
+def _dict_without_deferred(output: dict[Any, Any]) -> dict[Any, Any]:
     items = {key: _without_deferred(value) for key, value in output.items()}
     if _are_same(items.values(), output.values()):
         return output
     if type(output) is dict:
         return items
+    if not dataclasses.is_dataclass(output):
+        after = copy.copy(output)
+        after.update(items)
+        return after
     # Rebuilt: setting a field of an output class to None keeps it as an item.
     return type(output)(**{key: value for key, value in items.items() if value is not None})
 

@@ -29,6 +29,10 @@ class Refused(Exception):
     """Why a module or a function cannot be replaced; the message is the reason of the report's row."""
 
 
+class LeavesTraces(Refused):
+    """It runs, and does more than return a result."""
+
+
 @contextlib.contextmanager
 def laboratory() -> Iterator[torch.Generator]:
     """Plain fp32 CPU torch whatever contexts the caller is in, and a generator of its own."""
@@ -170,9 +174,9 @@ def watched(module: nn.Module, call: Callable[..., Any], *args: Any, draws: bool
     after = _state_of(module)
     for name in (*after, *state):
         if not _is_kept(state.get(name), after.get(name)):
-            raise Refused(f"its forward keeps a record in {name}, which a replacement would not")
+            raise LeavesTraces(f"its forward keeps a record in {name}, which a replacement would not")
     if not draws and not all(_equal(a, b) for a, b in zip(chance, _chance(), strict=True)):
-        raise Refused("its forward draws random numbers")
+        raise LeavesTraces("its forward draws random numbers")
     return result
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..ops.qk_norm_rope import qk_norm_rope_reference
 from ..ops.rms_norm import rms_norm_reference
 from ..ops.rope import rope_reference
-from . import _hf, _norms, _probe, _rope, _swap
+from . import _dispatch, _hf, _norms, _probe, _rope, _swap
 from ._form import Found, Match, argument_of, arguments_of, own
 from ._probe import Refused
 
@@ -44,7 +44,7 @@ def opaque(module: nn.Module, norms: dict[str, Found]) -> tuple[str, ...]:
 # ---- probing ----
 
 
-class _Columns(nn.Module):
+class _Columns(_probe.StandIn):
     """Stand-in for a projection of any size: columns of its input, scaled."""
 
     def __init__(self, sizes: tuple[int, int], generator: torch.Generator) -> None:
@@ -87,10 +87,19 @@ class _Attention:
         self.x = torch.randn(2, 3, next(iter(self.lines.values())).in_features, generator=generator)
         self.tables = torch.randn(2, 1, 3, self.head_dim, generator=generator)
 
-    def run(self, forward: Callable[..., Any], width: int, forwards: dict[str, Any], deferring: tuple[str, ...]) -> Any:
+    def run(
+        self,
+        forward: Callable[..., Any],
+        width: int,
+        forwards: dict[str, Any],
+        deferring: tuple[str, ...],
+        training: bool = False,
+    ) -> Any:
         children: dict[str, Any] = {}
         for name, child in self.module._modules.items():
-            children[name] = self.lines.get(name) or (child and _probe.twin(child, parameters=self.weights.get(name)))
+            children[name] = self.lines.get(name) or (
+                child and _probe.twin(child, parameters=self.weights.get(name), training=training)
+            )
             if name in forwards:
                 mark = _swap.Installed("rms_norm", "", self.norms[name].settings, "forward", ())
                 children[name].__dict__.update(_tigon=mark, forward=types.MethodType(forwards[name], children[name]))
@@ -99,6 +108,7 @@ class _Attention:
             parameters=self.parameters,
             children=children,
             attributes=_hf.with_eager_attention(self.module.__dict__),
+            training=training,
         )
         x = self.x.clone().requires_grad_()
         arguments = {a.name: None for a in arguments_of(self.module) if a.default is a.empty and a.kind in _BY_NAME}
@@ -107,8 +117,11 @@ class _Attention:
         given = (
             {"position_embeddings": tables} if "position_embeddings" in names else {"cos": tables[0], "sin": tables[1]}
         )
+        # What is dropped out is the same in every run.
+        torch.random.default_generator.manual_seed(0)
+        call = functools.partial(forward, copy, **{**arguments, **given, self.argument: x})
         with _deferring(copy, deferring):
-            y = _probe.explained(lambda: forward(copy, **{**arguments, **given, self.argument: x}))
+            y = _probe.watched(copy, call, draws=True)
         y = y if isinstance(y, Tensor) else y[0]
         leaves = [x, *(line.scale for line in self.lines.values())]
         leaves += [p for name in self.norms for p in copy._modules[name].parameters()]  # type: ignore[union-attr]
@@ -132,6 +145,9 @@ def _trial(native: Any, functions: tuple[tuple[str, Any], ...]) -> tuple[Callabl
 
 
 def verify(module: nn.Module, norms: dict[str, Found], generator: torch.Generator) -> Found:
+    past = _dispatch.passed_by(type(module).forward, type(module))
+    if past:
+        raise Refused(f"its forward hands tensors on where operations are not seen: {past}")
     functions = _rope.rotary_functions(type(module).forward)
     forward, fused = _trial(type(module).forward, tuple(functions.items()))
     materialised: list[str] = []
@@ -150,19 +166,23 @@ def verify(module: nn.Module, norms: dict[str, Found], generator: torch.Generato
 
     refused = Refused("no rotation takes what two of its norms give")
     for pair, width in itertools.product(itertools.combinations(norms, 2), (1, 2)):
-        del fused[:], materialised[:]
-        forwards = {name: forward_of(name) for name in norms}
-        try:
-            y, grads = attention.run(forward, attention.head_dim // width, forwards, pair)
-            wanted, wanted_grads = attention.run(type(module).forward, attention.head_dim // width, {}, ())
-        except Refused as error:
-            refused = error
-            continue
-        if not fused or materialised:
-            continue
-        if not _probe.same(y, wanted) or not _probe.same_gradients(grads, wanted_grads):
-            raise Refused("it does not compute the same with its norms in its rotation")
-        return Found(", ".join(pair), QkNormSettings(pair))
+        forwards, narrow = {name: forward_of(name) for name in norms}, attention.head_dim // width
+        for training in (False, True):
+            del fused[:], materialised[:]
+            try:
+                y, grads = attention.run(forward, narrow, forwards, pair, training)
+                wanted, wanted_grads = attention.run(type(module).forward, narrow, {}, (), training)
+            except Refused as error:
+                if training:
+                    raise
+                refused = error
+                break
+            if not fused or materialised:
+                break
+            if not _probe.same(y, wanted) or not _probe.same_gradients(grads, wanted_grads):
+                raise Refused("it does not compute the same with its norms in its rotation")
+        else:
+            return Found(", ".join(pair), QkNormSettings(pair))
     raise refused
 
 

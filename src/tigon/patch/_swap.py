@@ -55,9 +55,14 @@ def signed(function: types.FunctionType) -> types.FunctionType:
     return function
 
 
+def watched_by_all() -> bool:
+    """Whether there is a hook that is called for every module there is."""
+    return _torch_module._has_any_global_hook()
+
+
 def ours_unwatched(module: nn.Module, names: tuple[str, ...], form: str) -> bool:
     """Whether these children have a forward of ours still, and no hook sees what they are given or give."""
-    if _torch_module._has_any_global_hook():
+    if watched_by_all():
         return False
     for name in names:
         child = module._modules.get(name)
@@ -94,9 +99,24 @@ def uninstall(module: nn.Module) -> bool:
     elif foreign_forward(module):
         return False
     del module.__dict__["_tigon"]
-    for name in ("_replicate_for_data_parallel", "_tigon_defer", "_tigon_outer"):
+    for name in ("_replicate_for_data_parallel", "_tigon_defer", "_tigon_outer", "_tigon_running"):
         module.__dict__.pop(name, None)
     return True
+
+
+# All that patching puts on an instance, for good.
+_PUT = ("_tigon", "forward", "_old_forward", "_replicate_for_data_parallel", "_loss_function")
+
+
+def put_on(module: nn.Module) -> dict[str, Any]:
+    """What of a module patching may change, for `put_back`."""
+    return {name: module.__dict__[name] for name in _PUT if name in module.__dict__}
+
+
+def put_back(module: nn.Module, state: dict[str, Any]) -> None:
+    for name in _PUT:
+        module.__dict__.pop(name, None)
+    module.__dict__.update(state)
 
 
 def _replicate(self: nn.Module) -> nn.Module:

@@ -55,5 +55,5 @@ fix: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(NEWEST) demo-output build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) demo-output build dist compat/*/build compat/*/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find src compat tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -44,7 +44,7 @@ if "$venv/bin/python" -c "$needs_triton"; then
 else
     cp requirements-dev.txt "$requirements"
 fi
-echo "tigon: installing the other packages"
+echo "tigon: installing the other packages, a minute or two"
 pip install -r "$requirements"
 pip install --no-deps -e .
-echo "tigon: ready in $venv"
+echo "tigon: ready in $venv; source $venv/bin/activate to use it"

@@ -112,13 +112,14 @@ also_undo.append(_undo)
 def _fuse_stored_logits(model: nn.Module) -> None:
     found, native = [], (native_loss(), stored_logits_loss) if _has_transformers() else ()
     for name, module in model.named_modules():
-        if not is_pretrained_model(module):
+        # Asked for only where a forward calls it: the property warns about modules that have none.
+        if not is_pretrained_model(module) or not calls_loss_function(type(module).forward):
             continue
         loss = getattr(module, "loss_function", None)
         if loss is causal_lm_loss:
             warnings.warn(f"cross_entropy: {type(module).__name__} is fused with its head already", stacklevel=3)
             found.append(name)
-        elif loss in native and calls_loss_function(type(module).forward):
+        elif loss in native:
             if loss is not stored_logits_loss:
                 before = module.__dict__.get("_loss_function")
                 module.__dict__[_LOSS_BEFORE] = {} if before is None else {"_loss_function": before}

@@ -272,7 +272,7 @@ def measure_op(
         ValueError: no CUDA device, or an unknown case.
     """
     if not torch.cuda.is_available():
-        raise ValueError("bench: device: expected a CUDA device, got none")
+        raise ValueError("bench: needs a CUDA device, and torch sees none here")
     chosen = [spec.case(name) for name in cases] or [c for c in spec.cases if c.models_only]
     roof = copy_gbps()
     say(f"copy bandwidth {roof:.0f} GB/s")

@@ -8,6 +8,7 @@ from typing import Any
 from .ops import (
     OPS,
     CrossEntropyOutput,
+    ModulatedResidual,
     NormResidual,
     backend,
     cross_entropy,
@@ -20,6 +21,7 @@ from .ops import (
     layer_norm,
     linear_cross_entropy,
     log_softmax,
+    modulated_norm,
     qk_norm_rope,
     rms_norm,
     rms_norm_gated,
@@ -34,6 +36,7 @@ from .ops import (
 __all__ = [
     "OPS",
     "CrossEntropyOutput",
+    "ModulatedResidual",
     "NormResidual",
     "Report",
     "__version__",
@@ -48,6 +51,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
+    "modulated_norm",
     "patch",
     "patch_on_build",
     "qk_norm_rope",

@@ -7,6 +7,7 @@ from .glu import geglu, geglu_reference, glu, glu_reference, swiglu, swiglu_refe
 from .group_norm import group_norm, group_norm_reference
 from .layer_norm import layer_norm, layer_norm_reference
 from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from .modulated_norm import ModulatedResidual, modulated_norm, modulated_norm_reference
 from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
 from .rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
@@ -17,6 +18,7 @@ from .softmax import log_softmax, log_softmax_reference, softmax, softmax_refere
 __all__ = [
     "OPS",
     "CrossEntropyOutput",
+    "ModulatedResidual",
     "NormResidual",
     "Op",
     "backend",
@@ -39,6 +41,8 @@ __all__ = [
     "linear_cross_entropy_reference",
     "log_softmax",
     "log_softmax_reference",
+    "modulated_norm",
+    "modulated_norm_reference",
     "qk_norm_rope",
     "qk_norm_rope_reference",
     "rms_norm",

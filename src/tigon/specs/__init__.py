@@ -13,6 +13,7 @@ NAMES = (
     "sandwich_norm",
     "layer_norm",
     "group_norm",
+    "modulated_norm",
     "glu",
     "swiglu",
     "geglu",

@@ -51,6 +51,23 @@ def _group_norm(
     return y.view(x.shape)
 
 
+def _modulated_norm(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    norm: str = "rms",
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    if norm != "rms" or residual is not None:
+        raise NotImplementedError("only the RMS norm, without a residual")
+    # Rounded once, as ours; in place would overwrite the upstream gradient.
+    return _ops().LigerModulatedRMSNormFunction.apply(x, weight, scale, shift, eps, 0.0, "none", False)
+
+
 def _glu(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu", **options: Any) -> Tensor:
     if up is None or options:
         raise NotImplementedError("only separate gate and up")
@@ -188,6 +205,7 @@ PEER = Peer(
         "rms_norm": _rms_norm,
         "layer_norm": _layer_norm,
         "group_norm": _group_norm,
+        "modulated_norm": _modulated_norm,
         "glu": _glu,
         "rope": _rope,
         "qk_norm_rope": _qk_norm_rope,

@@ -14,6 +14,7 @@ from .rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
 from .rope import rope, rope_reference
 from .sandwich_norm import sandwich_norm, sandwich_norm_reference
 from .softmax import log_softmax, log_softmax_reference, softmax, softmax_reference
+from .sparsemax import sparsemax, sparsemax_reference
 
 __all__ = [
     "OPS",
@@ -55,6 +56,8 @@ __all__ = [
     "sandwich_norm_reference",
     "softmax",
     "softmax_reference",
+    "sparsemax",
+    "sparsemax_reference",
     "swiglu",
     "swiglu_reference",
     "tvd",

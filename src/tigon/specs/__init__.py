@@ -23,6 +23,7 @@ NAMES = (
     "linear_cross_entropy",
     "softmax",
     "log_softmax",
+    "sparsemax",
     "kl_div",
     "jsd",
     "tvd",

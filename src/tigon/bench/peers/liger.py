@@ -212,6 +212,7 @@ PEER = Peer(
         "cross_entropy": _cross_entropy,
         "linear_cross_entropy": _linear_cross_entropy,
         "softmax": _softmax,
+        "sparsemax": lambda x: _ops().LigerSparsemaxFunction.apply(x, -1),
         "kl_div": _kl_div,
         "jsd": _jsd,
         "tvd": _tvd,

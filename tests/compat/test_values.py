@@ -143,6 +143,59 @@ def test_fused_add_rms_norm() -> None:
     agree(lambda x, r, w: torch.func.functional_call(module, {"weight": w}, (x, r)), expected, X, R, W)
 
 
+def modulated(x: Tensor, w: Tensor | None, scale: Tensor, shift: Tensor | None, offset: float, eps: float) -> Tensor:
+    """The rows of a modulation are for equal shares of those of `x`, in their order."""
+
+    def rows(t: Tensor) -> Tensor:
+        t = t.reshape(-1, D)
+        return t.repeat_interleave(x.numel() // t.numel(), 0).reshape(x.shape)
+
+    y = rms(x, w, offset, eps) * (1 + rows(scale))
+    return y if shift is None else y + rows(shift)
+
+
+@pytest.mark.parametrize("shape", [(D,), (1, D), (3, D), (3, 1, D), (3, 5, D), (15, D)])
+def test_modulated_rms_norm(shape: tuple[int, ...]) -> None:
+    from liger_kernel.ops import LigerModulatedRMSNormFunction
+    from liger_kernel.transformers import LigerModulatedRMSNorm
+    from liger_kernel.transformers.functional import liger_modulated_rms_norm
+
+    scale, shift = draw(*shape, seed=4), draw(*shape, seed=5)
+
+    def expected(x: Tensor, w: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return modulated(x, w, scale, shift, 1.0, 1e-5)
+
+    for ours in (liger_modulated_rms_norm, LigerModulatedRMSNormFunction.apply):
+        agree(lambda x, w, *of, ours=ours: ours(x, w, *of, 1e-5, 1.0, "gemma"), expected, X, W, scale, shift)
+    module = LigerModulatedRMSNorm(D, 1e-5, 1.0, "gemma", "zeros")
+    assert module.weight.abs().max() == 0
+    agree(lambda x, w, *of: torch.func.functional_call(module, {"weight": w}, (x, *of)), expected, X, W, scale, shift)
+    plain = LigerModulatedRMSNorm(D, elementwise_affine=False)
+    agree(plain, lambda x, scale: modulated(x, None, scale, None, 0.0, 1e-6), X, scale)
+
+
+def test_modulated_rms_norm_rounds_once() -> None:
+    from liger_kernel.transformers import LigerModulatedRMSNorm
+    from liger_kernel.transformers.functional import liger_modulated_rms_norm
+
+    x, w, scale, shift = (t.bfloat16() for t in (X, W, draw(3, D, seed=4), draw(3, D, seed=5)))
+    for mode in ("llama", "gemma", "none"):
+        with tigon.backend("torch"):
+            y = liger_modulated_rms_norm(x, w, scale, shift, 1e-6, 1.0, mode)
+        wanted = modulated(*(t.float() for t in (x, w, scale, shift)), 1.0, 1e-6).bfloat16()
+        torch.testing.assert_close(y, wanted, rtol=0, atol=0)
+    for function in (
+        LigerModulatedRMSNorm,
+        lambda _, casting_mode: liger_modulated_rms_norm(x, w, scale, None, 1e-6, 0.0, casting_mode),
+    ):
+        with pytest.raises(ValueError, match="casting_mode"):
+            function(D, casting_mode="other")
+    with pytest.raises(ValueError, match="scale"):
+        liger_modulated_rms_norm(x, w, scale[:2])
+    with pytest.raises(ValueError, match="shift"):
+        liger_modulated_rms_norm(x, w, scale, shift[:1])
+
+
 def test_layer_norm() -> None:
     from liger_kernel import functional as plain
     from liger_kernel.ops import LigerLayerNormFunction

@@ -57,13 +57,10 @@ FEATURES = (
         "ops.sparsemax transformers.sparsemax",
     ),
     Feature(
-        "no operator for polynomial, modulated and dynamic-tanh norms",
+        "no operator for polynomial and dynamic-tanh norms",
         "LigerDyT LigerDyTFunction liger_dyt liger_dyt_fwd liger_dyt_bwd"
-        " LigerModulatedRMSNorm LigerModulatedRMSNormFunction liger_modulated_rms_norm"
-        " modulated_rms_norm_forward modulated_rms_norm_backward"
         " LigerPolyNorm LigerPolyNormFunction liger_poly_norm poly_norm_forward poly_norm_backward",
-        "ops.dyt ops.modulated_rms_norm ops.poly_norm"
-        " transformers.dyt transformers.modulated_rms_norm transformers.poly_norm",
+        "ops.dyt ops.poly_norm transformers.dyt transformers.poly_norm",
     ),
     Feature(
         "no operator for attention of these kinds, hyper-connections and embeddings",
@@ -98,7 +95,7 @@ FEATURES = (
         " qwen2vl_mrope_forward qwen2vl_mrope_backward relu_squared_forward relu_squared_backward rms_norm_forward"
         " rms_norm_backward rope_forward rope_backward swiglu_forward swiglu_backward swiglu_fused_gate_up_forward"
         " swiglu_fused_gate_up_backward tv_distance_forward_triton tvd_backward_triton liger_cross_entropy_kernel"
-        " MAX_FUSED_SIZE amp_custom_bwd amp_custom_fwd"
+        " modulated_rms_norm_forward modulated_rms_norm_backward MAX_FUSED_SIZE amp_custom_bwd amp_custom_fwd"
         " calculate_settings compare_version device_context element_mul_kernel ensure_contiguous"
         " get_amp_custom_fwd_bwd get_npu_core_count get_num_warps is_hip set_large_grf_mode torch_to_triton_dtype",
         "",

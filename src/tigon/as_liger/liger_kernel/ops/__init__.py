@@ -14,6 +14,7 @@ from .jsd import LigerJSDFunction
 from .kl_div import LigerKLDivLossFunction
 from .layer_norm import LigerLayerNormFunction
 from .llama4_rope import LigerLlama4RopeFunction
+from .modulated_rms_norm import LigerModulatedRMSNormFunction
 from .qwen2vl_mrope import LigerQwen2VLMRopeFunction
 from .relu_squared import LigerReLUSquaredFunction
 from .rms_norm import LigerRMSNormFunction
@@ -33,6 +34,7 @@ __all__ = [
     "LigerKLDivLossFunction",
     "LigerLayerNormFunction",
     "LigerLlama4RopeFunction",
+    "LigerModulatedRMSNormFunction",
     "LigerQwen2VLMRopeFunction",
     "LigerRMSNormFunction",
     "LigerReLUSquaredFunction",

@@ -19,6 +19,7 @@ _WHERE = {
     "layer_norm": ("LigerLayerNorm",),
     "llama4_rope": ("liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb"),
     "mlp": ("LigerFalconH1MLP", "LigerMLP"),
+    "modulated_rms_norm": ("LigerModulatedRMSNorm",),
     "relu_squared": ("LigerReLUSquared",),
     "rms_norm": ("LigerRMSNorm", "LigerRMSNormForMuseGlimmer", "LigerRMSNormForMuseGlimmerTextCentered"),
     "rope": ("liger_rotary_pos_emb",),

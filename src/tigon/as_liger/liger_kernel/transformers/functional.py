@@ -17,6 +17,7 @@ from ..ops import (
     LigerJSDFunction,
     LigerKLDivLossFunction,
     LigerLayerNormFunction,
+    LigerModulatedRMSNormFunction,
     LigerQwen2VLMRopeFunction,
     LigerReLUSquaredFunction,
     LigerRMSNormFunction,
@@ -36,6 +37,7 @@ __all__ = [
     "liger_jsd",
     "liger_kl_div",
     "liger_layer_norm",
+    "liger_modulated_rms_norm",
     "liger_qwen2vl_mrope",
     "liger_relu_squared",
     "liger_rms_norm",
@@ -173,6 +175,19 @@ def liger_fused_add_rms_norm(
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:
     return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode, in_place)
+
+
+def liger_modulated_rms_norm(
+    X: Tensor,
+    W: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    in_place: bool = True,
+) -> Tensor:
+    return LigerModulatedRMSNormFunction.apply(X, W, scale, shift, eps, offset, casting_mode, in_place)
 
 
 def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:

@@ -275,6 +275,33 @@ def test_softmax() -> None:
         plain.softmax(X, impl="nvidia-triton")
 
 
+def sparsemax(x: Tensor, dim: int) -> Tensor:
+    """The projection: of the k largest, for the largest k that leaves all of them above 0, what exceeds their tau."""
+    x = x.movedim(dim, -1)
+    largest = x.sort(-1, descending=True).values
+    taus = (largest.cumsum(-1) - 1) / torch.arange(1, x.shape[-1] + 1)
+    tau = taus.gather(-1, (largest > taus).sum(-1, keepdim=True) - 1)
+    return F.relu(x - tau).movedim(-1, dim)
+
+
+@pytest.mark.parametrize("dim", [-1, 2, 1, 0, -3])
+def test_sparsemax(dim: int) -> None:
+    from liger_kernel.ops import LigerSparsemaxFunction
+    from liger_kernel.transformers import LigerSparsemax
+    from liger_kernel.transformers.functional import liger_sparsemax
+
+    module = LigerSparsemax(dim)
+    for ours in (lambda x: liger_sparsemax(x, dim), module, lambda x: LigerSparsemaxFunction.apply(x, dim)):
+        agree(ours, lambda x: sparsemax(x, dim), X)
+    y = module(X)
+    torch.testing.assert_close(y.sum(dim), torch.ones_like(y.sum(dim)))
+    assert (y == 0).any()
+    if dim == -1:
+        assert torch.equal(LigerSparsemax()(X), y)
+        assert torch.equal(liger_sparsemax(X), y)
+    assert module(X.bfloat16()).dtype == torch.bfloat16
+
+
 # ---- divergences ----
 
 STUDENT, TEACHER = (draw(6, D, seed=seed).log_softmax(-1) for seed in (5, 6))

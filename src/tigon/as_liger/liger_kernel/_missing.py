@@ -52,11 +52,6 @@ FEATURES = (
         "ops.configure ops.vocab_parallel_cross_entropy transformers.vocab_parallel_cross_entropy",
     ),
     Feature(
-        "no operator for sparsemax",
-        "LigerSparsemax LigerSparsemaxFunction liger_sparsemax",
-        "ops.sparsemax transformers.sparsemax",
-    ),
-    Feature(
         "no operator for polynomial and dynamic-tanh norms",
         "LigerDyT LigerDyTFunction liger_dyt liger_dyt_fwd liger_dyt_bwd"
         " LigerPolyNorm LigerPolyNormFunction liger_poly_norm poly_norm_forward poly_norm_backward",

@@ -20,6 +20,7 @@ from .relu_squared import LigerReLUSquaredFunction
 from .rms_norm import LigerRMSNormFunction
 from .rope import LigerRopeFunction
 from .softmax import LigerSoftmaxFunction
+from .sparsemax import LigerSparsemaxFunction
 from .swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
 from .tvd import LigerTVDLossFunction
 
@@ -41,6 +42,7 @@ __all__ = [
     "LigerRopeFunction",
     "LigerSiLUMulFunction",
     "LigerSoftmaxFunction",
+    "LigerSparsemaxFunction",
     "LigerTVDLossFunction",
     "fused_linear_cross_entropy_backward",
     "fused_linear_cross_entropy_forward",

@@ -24,6 +24,7 @@ _WHERE = {
     "rms_norm": ("LigerRMSNorm", "LigerRMSNormForMuseGlimmer", "LigerRMSNormForMuseGlimmerTextCentered"),
     "rope": ("liger_rotary_pos_emb",),
     "softmax": ("LigerSoftmax",),
+    "sparsemax": ("LigerSparsemax",),
     "swiglu": (
         "LigerBlockSparseTop2MLP",
         "LigerFalconH1SwiGLUMLP",

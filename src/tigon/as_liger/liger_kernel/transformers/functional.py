@@ -24,6 +24,7 @@ from ..ops import (
     LigerRopeFunction,
     LigerSiLUMulFunction,
     LigerSoftmaxFunction,
+    LigerSparsemaxFunction,
     LigerTVDLossFunction,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "liger_rms_norm",
     "liger_rope",
     "liger_softmax",
+    "liger_sparsemax",
     "liger_swiglu",
     "liger_tvd",
 ]
@@ -219,6 +221,10 @@ def liger_relu_squared(x: Tensor) -> Tensor:
 
 def liger_softmax(x: Tensor) -> Tensor:
     return LigerSoftmaxFunction.apply(x)
+
+
+def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
+    return LigerSparsemaxFunction.apply(input, dim)
 
 
 def liger_rope(

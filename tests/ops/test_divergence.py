@@ -405,7 +405,18 @@ def test_beta_is_a_weight(beta: Any) -> None:
         tigon.jsd(torch.zeros(2, 3), torch.zeros(2, 3), beta=beta)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_items": 9, "reduction": "mean"}, {"reduction": "none"}], ids=str)
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("kl_div", {}),
+        ("tvd", {}),
+        ("jsd", {}),
+        ("jsd", {"num_items": 9, "reduction": "mean"}),
+        ("jsd", {"reduction": "none"}),
+        ("jsd_1", {"reduction": "rows"}),
+    ],
+    ids=str,
+)
 def test_compiles_with_changing_shapes(backend: str, form: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     function, own, _ = FORMS[form]

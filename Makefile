@@ -29,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/tigon demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest --device cuda $(ARGS)

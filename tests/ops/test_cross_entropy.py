@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -30,20 +30,7 @@ NAN, INF = float("nan"), float("inf")
 cpu_only = pytest.mark.skipif(os.environ["TIGON_TEST_DEVICE"] != "cpu", reason="only on a CPU")
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device) -> Iterator[None]:
-    """Tensors are made on the device under test."""
-    if device.type == "cpu":
-        yield
-        return
-    with device:
-        yield
-
-
-@pytest.fixture(params=["auto", "torch"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with tigon.backend(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def _moved(options: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,20 +29,7 @@ FORMS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device) -> Iterator[None]:
-    """Tensors are made on the device under test."""
-    if device.type == "cpu":
-        yield
-        return
-    with device:
-        yield
-
-
-@pytest.fixture(params=["auto", "torch"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with tigon.backend(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 @pytest.fixture(params=FORMS)

@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -32,20 +32,7 @@ HALF = "torch" if os.environ["TIGON_TEST_DEVICE"] == "cpu" else "auto"
 NAMES = ("loss", "dhidden", "dweight", "dbias")
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device) -> Iterator[None]:
-    """Tensors are made on the device under test."""
-    if device.type == "cpu":
-        yield
-        return
-    with device:
-        yield
-
-
-@pytest.fixture(params=["auto", "torch"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with tigon.backend(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def _inputs(rows: int, width: int, classes: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:

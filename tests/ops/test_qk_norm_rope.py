@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +21,7 @@ B, S, HQ, HK, D = 2, 7, 3, 2, 16
 MODULE = "tigon.ops.qk_norm_rope"
 
 
-@pytest.fixture(params=["auto", "torch"])
-def _both_backends(request: pytest.FixtureRequest) -> Iterator[None]:
-    with tigon.backend(request.param):
-        yield
-
-
-both_backends = pytest.mark.usefixtures("_both_backends")
+both_backends = pytest.mark.usefixtures("backend")
 
 
 def heads(number: int, head_dim: int = D, **options: Any) -> Tensor:

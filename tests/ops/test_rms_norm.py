@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,14 +11,7 @@ from torch import Tensor
 import tigon
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
 
-
-@pytest.fixture(params=["auto", "torch"])
-def _both_backends(request: pytest.FixtureRequest) -> Iterator[None]:
-    with tigon.backend(request.param):
-        yield
-
-
-both_backends = pytest.mark.usefixtures("_both_backends")
+both_backends = pytest.mark.usefixtures("backend")
 
 
 @both_backends

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +13,7 @@ from torch import Tensor
 import tigon
 from tigon.ops.rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
 
-
-@pytest.fixture(params=["auto", "torch"])
-def _both_backends(request: pytest.FixtureRequest) -> Iterator[None]:
-    with tigon.backend(request.param):
-        yield
-
-
-both_backends = pytest.mark.usefixtures("_both_backends")
+both_backends = pytest.mark.usefixtures("backend")
 
 
 @both_backends

@@ -6,7 +6,6 @@ import importlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,13 +20,7 @@ from tigon.ops.rope import rope, rope_reference
 B, S, HQ, HK, D = 2, 7, 4, 2, 16
 
 
-@pytest.fixture(params=["auto", "torch"])
-def _both_backends(request: pytest.FixtureRequest) -> Iterator[None]:
-    with tigon.backend(request.param):
-        yield
-
-
-both_backends = pytest.mark.usefixtures("_both_backends")
+both_backends = pytest.mark.usefixtures("backend")
 
 
 def angles(positions: Tensor, rotary: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,20 +17,7 @@ PAIRS = [(tigon.softmax, torch.softmax), (tigon.log_softmax, torch.log_softmax)]
 both = pytest.mark.parametrize(("function", "plain"), PAIRS, ids=["softmax", "log_softmax"])
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device) -> Iterator[None]:
-    """Tensors are made on the device under test."""
-    if device.type == "cpu":
-        yield
-        return
-    with device:
-        yield
-
-
-@pytest.fixture(params=["auto", "torch"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with tigon.backend(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def _run(function: Callable[..., Tensor], x: Tensor, dy: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,20 +16,7 @@ from tigon.testing import assert_within_budget
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(autouse=True)
-def _on_device(device: torch.device) -> Iterator[None]:
-    """Tensors are made on the device under test."""
-    if device.type == "cpu":
-        yield
-        return
-    with device:
-        yield
-
-
-@pytest.fixture(params=["auto", "torch"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with tigon.backend(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def _run(function: Callable[..., Tensor], x: Tensor, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:

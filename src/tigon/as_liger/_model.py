@@ -8,13 +8,12 @@ import sys
 import warnings
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.ops import cross_entropy
 from tigon.patch import Report, patch
 from tigon.patch._apply import also_undo
-from tigon.patch._head import LENIENT, causal_lm_loss
+from tigon.patch._head import LENIENT, causal_lm_loss, rows_of_labels
 from tigon.patch._hf import calls_loss_function, is_pretrained_model, native_loss
 from tigon.patch._swap import is_installed
 
@@ -54,12 +53,9 @@ def stored_logits_loss(
     **kwargs: Any,
 ) -> Tensor:
     """The causal language model loss of transformers by `tigon.cross_entropy`, without a copy of the logits in fp32."""
-    rows = labels if shift_labels is None else shift_labels
-    if rows is None or logits.shape[-1] != vocab_size or rows.numel() != logits.shape[:-1].numel():
+    rows = rows_of_labels(logits, labels, vocab_size, ignore_index, shift_labels)
+    if rows is None:
         return native_loss()(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    if shift_labels is None:
-        rows = F.pad(rows, (0, 1), value=ignore_index)[..., 1:]
-    rows = rows.reshape(logits.shape[:-1]).to(logits.device)
     return cross_entropy(logits, rows, ignore_index=ignore_index, num_items=num_items_in_batch)
 
 

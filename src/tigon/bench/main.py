@@ -60,6 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         chosen = [against.load(arguments.against), *chosen]
     flags = [f"--op {name}" for name in arguments.op] + [f"--case {name}" for name in arguments.case]
+    if arguments.peers != ",".join(peer_modules.NAMES):
+        flags.append(f"--peers {arguments.peers}")
+    if arguments.against is not None:
+        flags.append(f"--against {arguments.against}")
     command = " ".join(["tigon bench", *flags, f"--dtype {arguments.dtype}", f"--rounds {arguments.rounds}"])
     for name in ops:
         named = tuple(c for c in arguments.case if c in {case.name for case in specs[name].cases})

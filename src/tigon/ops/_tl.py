@@ -76,3 +76,41 @@ def relu2_and_slope(x):
 @triton.jit
 def identity_and_slope(x):
     return x, tl.full(x.shape, 1.0, tl.float32)
+
+
+# Pairs of a rotation: neighbours, or elements at the distance HALF. `rows` are the pointers to the first element of
+# each row, `mask` those rows that there are, `[ROWS, 1]` both; the tiles are `[ROWS, BLOCK_R]`.
+
+
+@triton.jit
+def load_pairs(
+    rows,
+    mask,
+    EVICTION: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    if PAIRS:
+        both = tl.arange(0, 2 * BLOCK_R)[None, :]
+        x = tl.load(rows + both, mask=mask & (both < 2 * HALF), other=0.0, eviction_policy=EVICTION).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(x, (ROWS, BLOCK_R, 2)))
+    else:
+        cols = tl.arange(0, BLOCK_R)[None, :]
+        mask = mask & (cols < HALF)
+        x1 = tl.load(rows + cols, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+        x2 = tl.load(rows + HALF + cols, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    return x1, x2
+
+
+@triton.jit
+def store_pairs(rows, x1, x2, mask, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr):
+    if PAIRS:
+        both = tl.arange(0, 2 * BLOCK_R)[None, :]
+        tl.store(rows + both, tl.reshape(tl.join(x1, x2), (ROWS, 2 * BLOCK_R)), mask=mask & (both < 2 * HALF))
+    else:
+        cols = tl.arange(0, BLOCK_R)[None, :]
+        mask = mask & (cols < HALF)
+        tl.store(rows + cols, x1, mask=mask)
+        tl.store(rows + HALF + cols, x2, mask=mask)

@@ -37,6 +37,7 @@ from ._modulated_norm_kernels import (
 )
 from ._op import define, once_differentiable, op, runs_reference
 from ._partials import sum_partials
+from .layer_norm import _MAX_ROWS, _fwd_blocks
 
 Norm = Literal["rms", "layer"]
 NORMS = ("rms", "layer")
@@ -103,20 +104,8 @@ def _promoted(*tensors: Tensor | None) -> torch.dtype:
 
 # ---- operators ----
 
-# Widest row that one program holds in registers, forward and backward, and the block in which wider ones are read.
-_MAX_FWD_BLOCK = 16384
+# Widest row of which one program holds in registers what the backward needs; the forward is that of `layer_norm`.
 _MAX_BWD_BLOCK = 4096
-_WIDE_FWD_BLOCK = 8192
-# Rows of a tile, which bounds tiles of very narrow rows.
-_MAX_ROWS = 256
-
-
-def _fwd_blocks(num_cols: int) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N, num_warps: 16 elements a thread of four warps or more, as in `layer_norm`."""
-    block_n = next_power_of_2(num_cols)
-    if block_n > _MAX_FWD_BLOCK:
-        block_n = _WIDE_FWD_BLOCK
-    return min(max(1, 2048 // block_n), _MAX_ROWS), block_n, max(4, min(8, block_n // 512), block_n // 1024)
 
 
 def _bwd_blocks(num_cols: int, rows_per_sample: int) -> tuple[int, int, int, int]:

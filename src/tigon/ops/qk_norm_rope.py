@@ -31,18 +31,19 @@ from ._check import require, require_floating, require_one_of, require_same_devi
 from ._launch import cdiv, launch, next_power_of_2, pipeline_stages
 from ._op import define, once_differentiable, op, runs_reference
 from ._partials import sum_partials
+from ._tl import load_pairs, store_pairs
 from ._triton import tl, triton
 from .rms_norm import CASTS, Cast, _out_dtype, _rounded, rms_norm_reference
 from .rope import (
     _MAX_HEAD_DIM,
     LAYOUTS,
-    TABLES,
     Layout,
     Tables,
     _storage_order,
     _strides,
     _table_strides,
     _unit_columns,
+    require_heads_and_tables,
     rope_reference,
 )
 
@@ -82,35 +83,6 @@ def _pair_columns(PAIRS: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr
         first = cols
         second = HALF + cols
     return first, second, cols < HALF
-
-
-@triton.jit
-def _load_pairs(rows, mask, PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr):
-    if PAIRS:
-        both = tl.arange(0, 2 * BLOCK_R)[None, :]
-        x = tl.load(rows + both, mask=mask & (both < 2 * HALF), other=0.0, eviction_policy="evict_first")
-        x1, x2 = tl.split(tl.reshape(x.to(tl.float32), (ROWS, BLOCK_R, 2)))
-    else:
-        cols = tl.arange(0, BLOCK_R)[None, :]
-        mask = mask & (cols < HALF)
-        x1 = tl.load(rows + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        x2 = tl.load(rows + HALF + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    return x1, x2
-
-
-@triton.jit
-def _store_pairs(
-    rows, y1, y2, mask,
-    PAIRS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    if PAIRS:
-        both = tl.arange(0, 2 * BLOCK_R)[None, :]
-        tl.store(rows + both, tl.reshape(tl.join(y1, y2), (ROWS, 2 * BLOCK_R)), mask=mask & (both < 2 * HALF))
-    else:
-        cols = tl.arange(0, BLOCK_R)[None, :]
-        mask = mask & (cols < HALF)
-        tl.store(rows + cols, y1, mask=mask)
-        tl.store(rows + HALF + cols, y2, mask=mask)
 
 
 @triton.jit
@@ -181,7 +153,7 @@ def _fwd_heads(
     for head in tl.range(start, end, num_stages=STAGES):
         x_rows = x_tokens + tl.cast(head, tl.int64) * x_stride_h
         y_rows = y_tokens + tl.cast(head, tl.int64) * y_stride_h
-        x1, x2 = _load_pairs(x_rows, mask, PAIRS_IN, HALF, BLOCK_T, BLOCK_R)
+        x1, x2 = load_pairs(x_rows, mask, "evict_first", PAIRS_IN, HALF, BLOCK_T, BLOCK_R)
         squares = tl.sum(x1 * x1 + x2 * x2, axis=1)
         if REST > 0:
             x3 = tl.load(x_rows + rest, mask=rest_mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -193,7 +165,7 @@ def _fwd_heads(
         z2 = _rounded(x2 * rstd, dtype, w_ptr, CAST) * w2
         if REST > 0:
             tl.store(y_rows + rest, _rounded(x3 * rstd, dtype, w_ptr, CAST) * w3, mask=rest_mask)
-        _store_pairs(y_rows, z1 * c1 - z2 * s1, z2 * c2 + z1 * s2, mask, PAIRS_OUT, HALF, BLOCK_T, BLOCK_R)
+        store_pairs(y_rows, z1 * c1 - z2 * s1, z2 * c2 + z1 * s2, mask, PAIRS_OUT, HALF, BLOCK_T, BLOCK_R)
 
 
 @triton.jit
@@ -258,8 +230,8 @@ def _bwd_heads(
     for head in tl.range(start, end, num_stages=STAGES):
         x_rows = x_tokens + tl.cast(head, tl.int64) * x_stride_h
         dy_rows = dy_tokens + tl.cast(head, tl.int64) * dy_stride_h
-        x1, x2 = _load_pairs(x_rows, mask, PAIRS_IN, HALF, BLOCK_T, BLOCK_R)
-        dy1, dy2 = _load_pairs(dy_rows, mask, PAIRS_OUT, HALF, BLOCK_T, BLOCK_R)
+        x1, x2 = load_pairs(x_rows, mask, "evict_first", PAIRS_IN, HALF, BLOCK_T, BLOCK_R)
+        dy1, dy2 = load_pairs(dy_rows, mask, "evict_first", PAIRS_OUT, HALF, BLOCK_T, BLOCK_R)
         squares = tl.sum(x1 * x1 + x2 * x2, axis=1)
         if REST > 0:
             x3 = tl.load(x_rows + rest, mask=rest_mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -287,7 +259,7 @@ def _bwd_heads(
             mean = (dot / HEAD_DIM)[:, None]
             dx1 = rstd * (g1 - n1 * mean)
             dx2 = rstd * (g2 - n2 * mean)
-            _store_pairs(dx_rows, dx1, dx2, mask, PAIRS_IN, HALF, BLOCK_T, BLOCK_R)
+            store_pairs(dx_rows, dx1, dx2, mask, PAIRS_IN, HALF, BLOCK_T, BLOCK_R)
             if REST > 0:
                 tl.store(dx_rows + rest, rstd * (g3 - n3 * mean), mask=rest_mask)
     if NEEDS_DW:
@@ -689,14 +661,7 @@ def qk_norm_rope(
     name = "qk_norm_rope"
     require_floating(name, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
     require_one_of(name, "cast", cast, CASTS)
-    require_one_of(name, "layout", layout, tuple(LAYOUTS))
-    require_one_of(name, "tables", tables, TABLES)
-    require_one_of(name, "unsqueeze_dim", unsqueeze_dim, (1, 2))
-    require(q.dim() == 4, name, "q", "four axes", tuple(q.shape))
-    num_tokens = q.shape[3 - unsqueeze_dim]
-    heads = k.shape[unsqueeze_dim] if k.dim() == 4 else "Hk"
-    expected = (*q.shape[:unsqueeze_dim], heads, *q.shape[unsqueeze_dim + 1 :])
-    require(tuple(k.shape) == expected, name, "k", expected, tuple(k.shape))
+    require_heads_and_tables(name, q, k, cos, sin, layout, tables, unsqueeze_dim)
     if q_weight is None or k_weight is None:
         require(q_weight is k_weight, name, "k_weight", "a tensor with q_weight, None without", type(k_weight).__name__)
         require(offset == 0, name, "offset", "0 without weights", offset)
@@ -704,17 +669,6 @@ def qk_norm_rope(
     else:
         for key, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
             require(weight.shape == q.shape[-1:], name, key, f"shape {tuple(q.shape[-1:])}", tuple(weight.shape))
-    require(cos.dim() in (2, 3), name, "cos", "two or three axes", tuple(cos.shape))
-    width = cos.shape[-1]
-    expected = (num_tokens, width) if cos.dim() == 2 or cos.shape[0] == 1 else (q.shape[0], num_tokens, width)
-    found = tuple(cos.shape[-len(expected) :])
-    require(found == expected, name, "cos", expected, tuple(cos.shape))
-    if tables == "full":
-        require(width % 2 == 0, name, "cos", "an even number of columns for tables 'full'", width)
-    rotary = width if tables == "full" else 2 * width
-    require(0 < rotary <= q.shape[-1], name, "cos", "a rotary width of 2 to the head dim", rotary)
-    require(tuple(sin.shape) == tuple(cos.shape), name, "sin", tuple(cos.shape), tuple(sin.shape))
-    require(sin.dtype == cos.dtype, name, "sin", cos.dtype, sin.dtype)
     require_same_device(name, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
     if runs_reference(name, q, k, q_weight, k_weight, cos, sin):
         return qk_norm_rope_reference(

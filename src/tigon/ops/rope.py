@@ -33,6 +33,7 @@ from torch import Tensor
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._launch import cdiv, launch, next_power_of_2
 from ._op import define, once_differentiable, op, runs_reference
+from ._tl import load_pairs, store_pairs
 from ._triton import tl, triton
 
 Layout = Literal["half", "interleaved", "interleaved_to_half"]
@@ -124,10 +125,6 @@ def _rotate_heads(
     BLOCK_REST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    cols = tl.arange(0, BLOCK_R)[None, :]
-    both = tl.arange(0, 2 * BLOCK_R)[None, :]
-    mask = token_mask & (cols < HALF)
-    both_mask = token_mask & (both < 2 * HALF)
     x_tokens = x_ptr + batch * x_stride_b + (tokens * x_stride_s)[:, None]
     y_tokens = y_ptr + batch * y_stride_b + (tokens * y_stride_s)[:, None]
     for head in tl.range(first_head, last_head, num_stages=STAGES):
@@ -142,20 +139,10 @@ def _rotate_heads(
             if TAIL:
                 x_rows += REST
                 y_rows += REST
-        if PAIRS_IN:
-            x = tl.load(x_rows + both, mask=both_mask, other=0.0).to(tl.float32)
-            x1, x2 = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_R, 2)))
-        else:
-            x1 = tl.load(x_rows + cols, mask=mask, other=0.0).to(tl.float32)
-            x2 = tl.load(x_rows + HALF + cols, mask=mask, other=0.0).to(tl.float32)
+        x1, x2 = load_pairs(x_rows, token_mask, "", PAIRS_IN, HALF, BLOCK_T, BLOCK_R)
         y1 = x1 * c1 - x2 * s1
         y2 = x2 * c2 + x1 * s2
-        if PAIRS_OUT:
-            y = tl.reshape(tl.join(y1, y2), (BLOCK_T, 2 * BLOCK_R))
-            tl.store(y_rows + both, y, mask=both_mask)
-        else:
-            tl.store(y_rows + cols, y1, mask=mask)
-            tl.store(y_rows + HALF + cols, y2, mask=mask)
+        store_pairs(y_rows, y1, y2, token_mask, PAIRS_OUT, HALF, BLOCK_T, BLOCK_R)
 
 
 @triton.jit
@@ -504,7 +491,41 @@ class _Rope(torch.autograd.Function):
 # ---- public ----
 
 
-def _check_table_rows(
+def require_heads_and_tables(
+    name: str,
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: str,
+    tables: str,
+    unsqueeze_dim: int,
+    position_ids: Tensor | None = None,
+    sections: Sequence[int] | None = None,
+) -> int:
+    """That heads, tables and options fit each other; the rotary width."""
+    require_one_of(name, "layout", layout, tuple(LAYOUTS))
+    require_one_of(name, "tables", tables, TABLES)
+    require_one_of(name, "unsqueeze_dim", unsqueeze_dim, (1, 2))
+    require(q.dim() == 4, name, "q", "four axes", tuple(q.shape))
+    # Sizes are handed over as they are: formatting one on the way would make the compiler specialise on it.
+    num_tokens = q.shape[3 - unsqueeze_dim]
+    if k is not None:
+        heads = k.shape[unsqueeze_dim] if k.dim() == 4 else "Hk"
+        expected = (*q.shape[:unsqueeze_dim], heads, *q.shape[unsqueeze_dim + 1 :])
+        require(tuple(k.shape) == expected, name, "k", expected, tuple(k.shape))
+    _require_table_rows(name, q, cos, num_tokens, position_ids, sections)
+    width = cos.shape[-1]
+    if tables == "full":
+        require(width % 2 == 0, name, "cos", "an even number of columns for tables 'full'", width)
+    rotary = width if tables == "full" else 2 * width
+    require(0 < rotary <= q.shape[-1], name, "cos", "a rotary width of 2 to the head dim", rotary)
+    require(tuple(sin.shape) == tuple(cos.shape), name, "sin", tuple(cos.shape), tuple(sin.shape))
+    require(sin.dtype == cos.dtype, name, "sin", cos.dtype, sin.dtype)
+    return rotary
+
+
+def _require_table_rows(
     name: str,
     q: Tensor,
     cos: Tensor,
@@ -605,24 +626,9 @@ def rope(
     """
     name = "rope"
     require_floating(name, q=q, k=k, cos=cos, sin=sin)
-    require_one_of(name, "layout", layout, tuple(LAYOUTS))
-    require_one_of(name, "tables", tables, TABLES)
-    require_one_of(name, "unsqueeze_dim", unsqueeze_dim, (1, 2))
-    require(q.dim() == 4, name, "q", "four axes", tuple(q.shape))
-    # Sizes are handed over as they are: formatting one on the way would make the compiler specialise on it.
-    num_tokens = q.shape[3 - unsqueeze_dim]
-    if k is not None:
-        heads = k.shape[unsqueeze_dim] if k.dim() == 4 else "Hk"
-        expected = (*q.shape[:unsqueeze_dim], heads, *q.shape[unsqueeze_dim + 1 :])
-        require(tuple(k.shape) == expected, name, "k", expected, tuple(k.shape))
-    _check_table_rows(name, q, cos, num_tokens, position_ids, sections)
-    width = cos.shape[-1]
-    if tables == "full":
-        require(width % 2 == 0, name, "cos", "an even number of columns for tables 'full'", width)
-    rotary = width if tables == "full" else 2 * width
-    require(0 < rotary <= q.shape[-1], name, "cos", "a rotary width of 2 to the head dim", rotary)
-    require(tuple(sin.shape) == tuple(cos.shape), name, "sin", tuple(cos.shape), tuple(sin.shape))
-    require(sin.dtype == cos.dtype, name, "sin", cos.dtype, sin.dtype)
+    rotary = require_heads_and_tables(
+        name, q, k, cos, sin, layout, tables, unsqueeze_dim, position_ids=position_ids, sections=sections
+    )
     if sections is not None:
         sections = list(sections)
         expected = f"up to four numbers of pairs, in sum {rotary // 2}"

@@ -8,7 +8,6 @@ with its input when it is called in another way than in the trial run is not see
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import types
 from collections.abc import Callable
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.rms_norm import rms_norm_reference
-from . import _dispatch, _norms, _probe, _swap
+from . import _norms, _probe, _swap
 from ._deferred import real
-from ._form import Found, Match, argument_of, arguments_of, is_plain, own
+from ._form import Found, Match, argument_of, is_plain, own, refuse_unseen, required_arguments_of
 from ._probe import Refused
 from ._stream import Stream
 
@@ -55,7 +54,6 @@ def opaque(module: nn.Module, norms: dict[str, Found]) -> list[str]:
 
 # ---- probing ----
 
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # A size that no result of a block is unpacked into.
 _BATCH = 5
 # How many results besides the tensor a block may have; a tensor that is unpacked or indexed would pass for a tuple.
@@ -125,7 +123,7 @@ class _Layer:
         )
 
     def run(self, layer: nn.Module, blocks: dict[str, _Block], x: Any, leaf: Tensor) -> _Run:
-        others = {a.name: None for a in arguments_of(self.module)[1:] if a.default is a.empty and a.kind in _BY_NAME}
+        others = {name: None for name in required_arguments_of(self.module) if name != self.argument}
         # What is dropped out is the same in every run.
         torch.random.default_generator.manual_seed(0)
         forward = functools.partial(type(layer).forward, layer, **{self.argument: x, **others})
@@ -183,9 +181,7 @@ class _Layer:
 
 
 def verify(module: nn.Module, norms: dict[str, Found], generator: torch.Generator) -> Found:
-    past = _dispatch.passed_by(type(module).forward, type(module))
-    if past:
-        raise Refused(f"its forward hands tensors on where operations are not seen: {past}")
+    refuse_unseen(module)
     layer = _Layer(module, norms, generator)
     settings = [_agreed(layer, training) for training in (False, True)]
     if settings[0] != settings[1]:

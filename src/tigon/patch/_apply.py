@@ -441,9 +441,8 @@ def _why_no_loss(model: nn.Module, head: nn.Module) -> str:
             return f"its loss function is {getattr(loss, '__name__', repr(loss))}, not the causal language model loss"
     elif not _hf.calls_cross_entropy(forward):
         return "its forward calls neither loss_function nor a cross entropy"
-    past = _dispatch.passed_by(forward, type(model))
-    if past:
-        return f"its forward hands tensors on where operations are not seen: {past}"
+    if reason := _dispatch.why_unseen(model):
+        return reason
     if not _head.is_linear(head):
         return f"its output layer is a {type(head).__name__}, not a plain nn.Linear"
     if _hf.is_tensor_parallel(model):

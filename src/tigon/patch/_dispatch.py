@@ -37,6 +37,12 @@ def passed_by(function: Any, owner: type = object) -> str:
     return found[owner]
 
 
+def why_unseen(module: nn.Module) -> str:
+    """Why what the forward of `module` does with a deferred value is not all seen, `""` where it is."""
+    past = passed_by(type(module).forward, type(module))
+    return f"its forward hands tensors on where operations are not seen: {past}" if past else ""
+
+
 def _search(function: types.FunctionType, owner: type) -> str:
     todo, seen = [function], {function}
     while todo and len(seen) < 200:

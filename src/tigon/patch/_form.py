@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _probe
+from . import _dispatch, _probe
 from ._probe import Refused
 
 # "sure" gets a row whatever comes of it; "maybe" is a shape that other things have too, so only success is reported.
@@ -37,6 +37,18 @@ class Form:
 def arguments_of(module: nn.Module) -> list[inspect.Parameter]:
     """The arguments of the forward of a module's class."""
     return list(inspect.signature(type(module).forward).parameters.values())[1:]
+
+
+def required_arguments_of(module: nn.Module) -> list[str]:
+    """Names of those that have no default."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [a.name for a in arguments_of(module) if a.default is a.empty and a.kind in by_name]
+
+
+def refuse_unseen(module: nn.Module) -> None:
+    """Refuse a module whose forward would be given what is deferred, and hands it on past torch's dispatch."""
+    if reason := _dispatch.why_unseen(module):
+        raise Refused(reason)
 
 
 def argument_of(module: nn.Module) -> str:

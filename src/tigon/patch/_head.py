@@ -370,6 +370,18 @@ def _loss_of(head: nn.Module, hidden: Tensor, request: _LossRequest) -> Tensor:
     return linear_cross_entropy(hidden, weight, request.labels, bias=bias, **request.options)
 
 
+def rows_of_labels(
+    logits: Any, labels: Tensor | None, vocab_size: int, ignore_index: int, shift_labels: Tensor | None
+) -> Tensor | None:
+    """The label of each row of `logits`, which is the next token; None for a call that only transformers knows."""
+    rows = labels if shift_labels is None else shift_labels
+    if rows is None or logits.shape[-1] != vocab_size or rows.numel() != logits.shape[:-1].numel():
+        return None
+    if shift_labels is None:
+        rows = F.pad(rows, (0, 1), value=ignore_index)[..., 1:]
+    return rows.reshape(logits.shape[:-1]).to(logits.device)
+
+
 def causal_lm_loss(
     logits: Any,
     labels: Tensor | None,
@@ -381,15 +393,12 @@ def causal_lm_loss(
 ) -> Tensor:
     """The causal language model loss of transformers; fused when the logits are deferred."""
     planned = logits.plan() if isinstance(logits, DeferredLogits) else None
-    rows = None if planned is None else (labels if shift_labels is None else shift_labels)
-    if rows is None or logits.shape[-1] != vocab_size or rows.numel() != logits.shape[:-1].numel():
+    rows = None if planned is None else rows_of_labels(logits, labels, vocab_size, ignore_index, shift_labels)
+    if planned is None or rows is None:
         return _hf.native_loss()(
             real(logits), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
-    if shift_labels is None:
-        rows = F.pad(rows, (0, 1), value=ignore_index)[..., 1:]
     options, columns = planned
-    rows = rows.reshape(logits.shape[:-1]).to(logits.device)
     return logits.product(rows, {**options, "ignore_index": ignore_index, "num_items": num_items_in_batch}, columns)
 
 

@@ -7,7 +7,6 @@ both does all of it. Any other use computes the norm as it would have been.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import types
 from collections.abc import Callable
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from ..ops.qk_norm_rope import qk_norm_rope_reference
 from ..ops.rms_norm import rms_norm_reference
 from ..ops.rope import rope_reference
-from . import _dispatch, _hf, _norms, _probe, _rope, _swap
-from ._form import Found, Match, argument_of, arguments_of, own
+from . import _hf, _norms, _probe, _rope, _swap
+from ._form import Found, Match, argument_of, arguments_of, own, refuse_unseen, required_arguments_of
 from ._probe import Refused
 
 NAME = "qk_norm_rope"
@@ -111,7 +110,7 @@ class _Attention:
             training=training,
         )
         x = self.x.clone().requires_grad_()
-        arguments = {a.name: None for a in arguments_of(self.module) if a.default is a.empty and a.kind in _BY_NAME}
+        arguments = dict.fromkeys(required_arguments_of(self.module))
         tables = tuple(self.tables[..., :width])
         names = {a.name for a in arguments_of(self.module)}
         given = (
@@ -129,9 +128,6 @@ class _Attention:
         return y, _probe.gradients(y, leaves, upstream)
 
 
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
 @_probe.remembered
 def _trial(native: Any, functions: tuple[tuple[str, Any], ...]) -> tuple[Callable[..., Any], list[str]]:
     """The attention's forward on references, and a list that gets longer with every rotation that normalises."""
@@ -145,9 +141,7 @@ def _trial(native: Any, functions: tuple[tuple[str, Any], ...]) -> tuple[Callabl
 
 
 def verify(module: nn.Module, norms: dict[str, Found], generator: torch.Generator) -> Found:
-    past = _dispatch.passed_by(type(module).forward, type(module))
-    if past:
-        raise Refused(f"its forward hands tensors on where operations are not seen: {past}")
+    refuse_unseen(module)
     functions = _rope.rotary_functions(type(module).forward)
     forward, fused = _trial(type(module).forward, tuple(functions.items()))
     materialised: list[str] = []

@@ -1,4 +1,4 @@
-"""QuACK (arXiv:2511.02043 and its repository), called through its functions with autograd, with their defaults."""
+"""QuACK (github.com/Dao-AILab/quack), called through its functions with autograd, with their defaults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -51,32 +53,30 @@ class LigerRMSNorm(nn.Module):
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
-class LigerRMSNormForGemma(LigerRMSNorm):
+def _begins_with(offset_: float, casting_mode_: str, init_fn_: str, in_place_: bool) -> Any:
+    """The constructor of a norm that differs from `LigerRMSNorm` in defaults alone."""
+
     def __init__(
-        self,
+        self: LigerRMSNorm,
         hidden_size: int,
         eps: float = 1e-6,
-        offset: float = 1.0,
-        casting_mode: str = "gemma",
-        init_fn: str = "zeros",
-        in_place: bool = True,
+        offset: float = offset_,
+        casting_mode: str = casting_mode_,
+        init_fn: str = init_fn_,
+        in_place: bool = in_place_,
         row_mode: bool | None = None,
     ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+        LigerRMSNorm.__init__(self, hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+    return __init__
+
+
+class LigerRMSNormForGemma(LigerRMSNorm):
+    __init__ = _begins_with(1.0, "gemma", "zeros", True)
 
 
 class LigerRMSNormForGemma2(LigerRMSNorm):
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 1.0,
-        casting_mode: str = "gemma",
-        init_fn: str = "zeros",
-        in_place: bool = False,
-        row_mode: bool | None = None,
-    ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+    __init__ = _begins_with(1.0, "gemma", "zeros", False)
 
 
 class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
@@ -84,6 +84,14 @@ class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
 
 
 class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
+    pass
+
+
+class LigerRMSNormForOlmo2(LigerRMSNorm):
+    __init__ = _begins_with(0.0, "llama", "ones", False)
+
+
+class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
     pass
 
 
@@ -98,24 +106,6 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
         in_place: bool = False,
     ) -> None:
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
-
-
-class LigerRMSNormForOlmo2(LigerRMSNorm):
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: str = "ones",
-        in_place: bool = False,
-        row_mode: bool | None = None,
-    ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
-
-
-class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
-    pass
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNorm):

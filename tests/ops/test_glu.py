@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
 
 import tigon
@@ -343,3 +344,143 @@ def test_tiles_hold_eight_elements_a_thread(num_cols: int) -> None:
 def test_wrong_arguments_are_named(call: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# ---- gradients over the inputs ----
+
+
+def _owned(device: torch.device, count: int = 2) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves, and tensors made from them that a graph alone holds once the caller lets go."""
+    leaves = [torch.randn(3, 40, device=device, requires_grad=True) for _ in range(count)]
+    return leaves, [leaf.clone() for leaf in leaves]
+
+
+def _expected(leaves: list[Tensor], **options: Any) -> list[Tensor]:
+    return list(torch.autograd.grad(glu_reference(*leaves, **options).sum(), leaves))
+
+
+def _places(tensors: list[Tensor], seen: dict[int, int]) -> list[int]:
+    """Where each tensor lies; `seen` is filled with where its gradient lies."""
+    for index, t in enumerate(tensors):
+        t.register_hook(lambda g, i=index: seen.__setitem__(i, g.data_ptr()))
+    return [t.data_ptr() for t in tensors]
+
+
+def test_gradients_take_the_place_of_inputs_that_only_the_graph_holds(device: torch.device) -> None:
+    leaves, made = _owned(device)
+    seen: dict[int, int] = {}
+    places = _places(made, seen)
+    y = tigon.swiglu(*made)
+    made.clear()
+    actual = torch.autograd.grad(y.sum(), leaves)
+    assert [seen[i] for i in range(2)] == places
+    torch.testing.assert_close(list(actual), _expected(leaves))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_packed_gradient_takes_the_place_of_its_input(interleaved: bool, device: torch.device) -> None:
+    leaves, made = _owned(device, 1)
+    seen: dict[int, int] = {}
+    places = _places(made, seen)
+    y = tigon.glu(made.pop(), interleaved=interleaved)
+    actual = torch.autograd.grad(y.sum(), leaves)
+    assert [seen[0]] == places
+    torch.testing.assert_close(list(actual), _expected(leaves, interleaved=interleaved))
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda gate: gate,
+        lambda gate: gate.detach(),
+        lambda gate: gate[1:],
+        lambda gate: torch.sigmoid(gate) * gate,
+    ],
+    ids=["itself", "detached", "view", "saved input"],
+)
+def test_what_somebody_else_holds_stays(hold: Callable[[Tensor], Any], device: torch.device) -> None:
+    leaves, made = _owned(device)
+    held, kept = hold(made[0]), made[0].detach().clone()
+    seen: dict[int, int] = {}
+    places = _places(made, seen)
+    y = tigon.swiglu(*made)
+    made.clear()
+    gradient = torch.autograd.grad(y.sum(), leaves)
+    assert seen[0] != places[0]
+    assert seen[1] == places[1]
+    torch.testing.assert_close(list(gradient), _expected(leaves))
+    assert torch.equal(held, hold(kept))
+    if held.grad_fn is not None:
+        # Its own gradient still finds what it saved.
+        again = torch.autograd.grad(held.sum(), leaves[0])
+        torch.testing.assert_close(again, torch.autograd.grad(hold(leaves[0]).sum(), leaves[0]))
+
+
+def test_what_its_maker_saved_stays(device: torch.device) -> None:
+    leaves, _ = _owned(device)
+    y = tigon.swiglu(leaves[0].exp(), leaves[1].clone())
+    expected = torch.autograd.grad(glu_reference(leaves[0].exp(), leaves[1]).sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), leaves), expected)
+
+
+def test_a_kept_graph_keeps_the_inputs(device: torch.device) -> None:
+    leaves, made = _owned(device)
+    y = tigon.swiglu(*made).sum()
+    made.clear()
+    first = torch.autograd.grad(y, leaves, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y, leaves), strict=True))
+
+
+def test_packed_by_a_hook_is_not_written(device: torch.device) -> None:
+    leaves, made = _owned(device)
+    packed: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = tigon.swiglu(*made)
+    made.clear()
+    kept = [t.detach().clone() for t in packed]
+    torch.testing.assert_close(list(torch.autograd.grad(y.sum(), leaves)), _expected(leaves))
+    assert len(packed) == 2
+    assert all(torch.equal(a, b) for a, b in zip(packed, kept, strict=True))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_gradients(use_reentrant: bool, device: torch.device) -> None:
+    leaves, _ = _owned(device)
+    y = torch.utils.checkpoint.checkpoint(lambda a, b: tigon.swiglu(a * 1, b * 1), *leaves, use_reentrant=use_reentrant)
+    y.sum().backward()
+    torch.testing.assert_close([leaf.grad for leaf in leaves], _expected(leaves))
+
+
+def test_one_tensor_as_both(device: torch.device) -> None:
+    leaves, made = _owned(device, 1)
+    y = tigon.swiglu(made[0], made[0])
+    made.clear()
+    expected = torch.autograd.grad(glu_reference(leaves[0], leaves[0]).sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), leaves), expected)
+
+
+def test_an_expanded_tensor(device: torch.device) -> None:
+    leaves, made = _owned(device)
+    y = tigon.swiglu(made[0][:1].clone().expand(3, 40), made.pop())
+    made.clear()
+    expected = torch.autograd.grad(glu_reference(leaves[0][:1].expand(3, 40), leaves[1]).sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), leaves), expected)
+
+
+def test_halves_of_one_tensor(device: torch.device) -> None:
+    leaves, made = _owned(device, 1)
+    y = tigon.swiglu(*made.pop().chunk(2, -1))
+    torch.testing.assert_close(list(torch.autograd.grad(y.sum(), leaves)), _expected(leaves))
+
+
+def test_a_changed_input_is_still_noticed(device: torch.device) -> None:
+    _, made = _owned(device)
+    y = tigon.swiglu(*made)
+    made[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

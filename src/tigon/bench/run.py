@@ -73,6 +73,28 @@ class Contestant:
             return lambda: torch.autograd.grad(outputs, leaves, upstream, retain_graph=retain_graph)  # type: ignore[arg-type]
         return lambda: torch.autograd.grad(self._outputs(), leaves, upstream)  # type: ignore[arg-type]
 
+    def prepare_as_layer(self) -> Callable[[], Any]:
+        """Forward and backward as inside a model: what another layer made is held by the graph alone.
+
+        Weights are leaves, which stay; so do the sources of the rest.
+        """
+        self._fresh()
+        upstream = self._upstream(self._outputs())
+        self._fresh()
+        leaves = [self.inputs[k] for k in self.checker.wanted]
+        given = {
+            k: v.clone() if k in self.checker.wanted and not k.endswith(("weight", "bias")) else v  # type: ignore[union-attr]
+            for k, v in self.inputs.items()
+        }
+
+        def call() -> Any:
+            made = flatten(self.function(**given, **self.checker.case.options))
+            given.clear()
+            outputs = [made.pop(k) for k in list(made) if made[k].requires_grad]
+            return torch.autograd.grad(outputs, leaves, upstream)  # type: ignore[arg-type]
+
+        return call
+
     def budget_used(self) -> float:
         """Error as a share of the budget; dtype differences of the output are forgiven a peer."""
         checker = self.checker
@@ -175,7 +197,7 @@ def measure_case(
         )
     gc.collect()
     torch.cuda.empty_cache()
-    peaks = {name: peak_mib(lambda c=c: c.prepare("both")) for name, c in ready.items()}
+    peaks = {name: peak_mib(lambda c=c: c.prepare_as_layer()) for name, c in ready.items()}
     cost = spec.cost(case, dtype.itemsize)
     # A capture that fails can leave its memory behind, so what waits for the device is not tried.
     synchronising = {peer.name for peer in peers if spec.name in peer.synchronises}

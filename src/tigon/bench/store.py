@@ -25,7 +25,8 @@ class Row:
         host_ms: median time until the call returns.
         graph_ms: median kernel time of one call in the replay of a CUDA graph, cold cache; 0 where it cannot be
             captured.
-        peak_mib: memory above the inputs during forward and backward.
+        peak_mib: memory above the inputs during forward and backward, the inputs being those of a layer inside a model:
+            activations that only the graph holds, and weights.
         gbps: bytes that must move over `device_ms`; 0 for operators bound by matrix products.
         percent_of_roof: of the copy bandwidth, or of the matrix products alone, measured in the same run.
         graph_percent: the same for `graph_ms`.

@@ -65,6 +65,11 @@ def op(*, reference: Callable[..., Any], supports: Callable[..., list[str]]) -> 
     return register
 
 
+def is_traced(t: Tensor | None) -> bool:
+    """True while a compiler records the call, and for the stand-ins that it records with."""
+    return torch.compiler.is_compiling() or type(t) not in _PLAIN_TENSORS
+
+
 def define(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
     """Register a launcher as `torch.ops.tigon.<name>`; the callable returned skips the dispatcher in eager.
 
@@ -82,7 +87,7 @@ def define(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
         registered = getattr(getattr(torch.ops, namespace), short).default
 
         def call(first: Tensor, *rest: Any) -> Any:
-            if torch.compiler.is_compiling() or type(first) not in _PLAIN_TENSORS:
+            if is_traced(first):
                 return registered(first, *rest)
             return launcher(first, *rest)
 

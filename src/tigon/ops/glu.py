@@ -11,7 +11,8 @@ Gradient, zero where a clamp cut, as that of torch.clamp:
     dup = dy * f(gate)
 
 M rows (all leading axes), I columns. `gate` and `up` are two tensors, or one packed `[..., 2I]` of two halves or of
-neighbours in turns, whose gradient is packed too. Saved for backward: the inputs, so that nothing but y is new.
+neighbours in turns, whose gradient is packed too. Saved for backward: the inputs, so that nothing but y is new; their
+gradients take their place where nobody else can see them.
 Source: Shazeer 2020, arXiv:2002.05202.
 """
 
@@ -28,7 +29,8 @@ from torch import Tensor
 from . import _tl
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._launch import as_rows, cdiv, launch, next_power_of_2
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import define, is_traced, once_differentiable, op, runs_reference
+from ._reuse import is_ours, save_for_reuse
 from ._triton import tl, triton
 
 
@@ -370,8 +372,30 @@ def _bwd(
     act_factor: float | None,
     up_offset: float | None,
 ) -> tuple[Tensor, Tensor]:
-    out = _fake_bwd(dy, gate, up, needs_dgate, needs_dup)
-    dgate, dup = out
+    dgate, dup = _fake_bwd(dy, gate, up, needs_dgate, needs_dup)
+    options = activation, gate_first, interleaved, limit, limit_on, gate_factor, act_factor, up_offset
+    _fill_bwd(dy, gate, up, dgate, dup, needs_dgate, needs_dup, *options)
+    return dgate, dup
+
+
+def _fill_bwd(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    dgate: Tensor,
+    dup: Tensor | None,
+    needs_dgate: bool,
+    needs_dup: bool,
+    activation: str,
+    gate_first: bool,
+    interleaved: bool,
+    limit: float | None,
+    limit_on: str,
+    gate_factor: float | None,
+    act_factor: float | None,
+    up_offset: float | None,
+) -> None:
+    """Writes `dgate` and `dup`, which may be `gate` and `up` themselves: a program reads its tile before it writes."""
     if up is None:
         needs_dup = needs_dgate
     if interleaved:
@@ -414,7 +438,6 @@ def _bwd(
         BLOCK_N=block_n,
         num_warps=4,
     )
-    return out
 
 
 # ---- autograd ----
@@ -423,7 +446,7 @@ def _bwd(
 class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, *options: Any) -> Tensor:
-        ctx.save_for_backward(gate, up)
+        save_for_reuse(ctx, gate, up)
         ctx.options = options
         return _fwd(gate, up, *options)
 
@@ -432,7 +455,12 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         needs_dgate, needs_dup = ctx.needs_input_grad[:2]
-        dgate, dup = _bwd(dy, gate, up, needs_dgate, needs_dup, *ctx.options)
+        if is_traced(dy):
+            dgate, dup = _bwd(dy, gate, up, needs_dgate, needs_dup, *ctx.options)
+        else:
+            dgate = gate if is_ours(ctx, gate) else gate.new_empty(gate.shape if needs_dgate else (0,))
+            dup = up if up is None or is_ours(ctx, up) else up.new_empty(up.shape if needs_dup else (0,))
+            _fill_bwd(dy, gate, up, dgate, dup, needs_dgate, needs_dup, *ctx.options)
         return (dgate if needs_dgate else None, dup if needs_dup else None, *[None] * len(ctx.options))
 
 
@@ -534,7 +562,8 @@ def glu(
         ValueError: shapes or devices disagree, a packed axis is odd, or an option is unknown or out of range.
 
     Numerics: computed in fp32 and rounded once; model code that rounds the activation first is less exact.
-    Memory:   saves the inputs; those in a packed tensor are read in place and their gradient is one tensor.
+    Memory:   saves the inputs; those in a packed tensor are read in place and their gradient is one tensor. Where
+              nothing but this operator holds an input any more, its gradient is written over it.
     Differs from the reference: never in formula; in the last bits of exp and erf.
     Source: Shazeer 2020, arXiv:2002.05202.
     """

@@ -700,7 +700,7 @@ def linear_cross_entropy(
     divisors = mean_divisors(labels, class_weight, ignore_index, num_items, wide) if reduction == "mean" else None
     inputs = hidden, weight, bias, labels, class_weight
     returns_z_loss = return_z_loss and z_loss != 0
-    is_traced = torch.compiler.is_compiling() or type(hidden) not in _op._PLAIN_TENSORS
+    is_traced = _op.is_traced(hidden)
     # A traced graph asks for the gradient of every output, so that the one of the z-loss would be known late.
     is_late = reduction == "none" or dtype == torch.float16 or (returns_z_loss and is_traced)
     if any(needs) and not is_late:

@@ -196,10 +196,15 @@ def _cross_entropy_kernel(
     HAS_Z_LOSS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    SHARD: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per row: a pass for the statistics, a pass for the gradient, or both; dlogits may be logits."""
+    """One program per row: a pass for the statistics, a pass for the gradient, or both; dlogits may be logits.
+
+    A SHARD has only some of the classes, so a label may be none of them. Its statistics are parts of those of the row:
+    peak and shifted sum, in place of ce the logit that the sum of distances in place of squares starts from.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride
     if GRADIENT:
@@ -212,7 +217,7 @@ def _cross_entropy_kernel(
             tl.store(ce_ptr + row, 0.0)
             tl.store(stats_ptr + 2 * row, 0.0)
             tl.store(stats_ptr + 2 * row + 1, 0.0)
-            if HAS_Z_LOSS:
+            if HAS_Z_LOSS or (SHARD and HAS_SMOOTHING):
                 tl.store(squares_ptr + row, 0.0)
         if GRADIENT:
             zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
@@ -228,11 +233,17 @@ def _cross_entropy_kernel(
     if HAS_SMOOTHING:
         if HAS_WEIGHT:
             smooth_weight = smoothing * tl.load(weight_sum_ptr)
+        elif SHARD:
+            smooth_weight = 1.0 - confidence
         else:
             smooth_weight = smoothing * num_cols
 
     if STATISTICS:
         # Read before the first store, which in place may overwrite it; the reductions below are barriers.
+        if SHARD:
+            # Some logit of the row to start from where the label has none.
+            label = tl.where(is_class, label, 0)
+            is_class = label < num_cols
         z_label, _ = _load_logits(logits_ptr + label, is_class, scale, softcap, HAS_SCALE, HAS_SOFTCAP, "")
         # What is summed for smoothing is relative to a logit of the row, so that a common offset cannot swamp it.
         anchor = tl.where(z_label == float("-inf"), 0.0, z_label)
@@ -261,17 +272,25 @@ def _cross_entropy_kernel(
                 if HAS_WEIGHT:
                     z *= tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
                 distance += z
-        log_sum = tl.log(tl.sum(shifted_sum, axis=0))
-        # NaN here makes loss and gradient of the row NaN, also in a later pass that starts from the statistics.
-        peak = tl.where(is_class, peak, float("nan"))
-        ce = weight * (log_sum - (z_label - peak))
-        if HAS_SMOOTHING:
-            ce += smooth_weight * (log_sum - (anchor - peak)) - smoothing * tl.sum(distance, axis=0)
-        tl.store(ce_ptr + row, ce)
-        tl.store(stats_ptr + 2 * row, peak)
-        tl.store(stats_ptr + 2 * row + 1, log_sum)
-        if HAS_Z_LOSS:
-            tl.store(squares_ptr + row, z_loss * (peak + log_sum) * (peak + log_sum))
+        shifted_sum = tl.sum(shifted_sum, axis=0)
+        if SHARD:
+            tl.store(ce_ptr + row, z_label)
+            tl.store(stats_ptr + 2 * row, peak)
+            tl.store(stats_ptr + 2 * row + 1, shifted_sum)
+            if HAS_SMOOTHING:
+                tl.store(squares_ptr + row, tl.sum(distance, axis=0))
+        else:
+            log_sum = tl.log(shifted_sum)
+            # NaN here makes loss and gradient of the row NaN, also in a later pass that starts from the statistics.
+            peak = tl.where(is_class, peak, float("nan"))
+            ce = weight * (log_sum - (z_label - peak))
+            if HAS_SMOOTHING:
+                ce += smooth_weight * (log_sum - (anchor - peak)) - smoothing * tl.sum(distance, axis=0)
+            tl.store(ce_ptr + row, ce)
+            tl.store(stats_ptr + 2 * row, peak)
+            tl.store(stats_ptr + 2 * row + 1, log_sum)
+            if HAS_Z_LOSS:
+                tl.store(squares_ptr + row, z_loss * (peak + log_sum) * (peak + log_sum))
     else:
         peak = tl.load(stats_ptr + 2 * row)
         log_sum = tl.load(stats_ptr + 2 * row + 1)
@@ -350,8 +369,13 @@ def launch_rows(
     label_smoothing: float,
     softcap: float | None,
     scale: float | None = None,
+    num_classes: int | None = None,
 ) -> None:
-    """Fill `ce`, `squares`, `stats` where `ce` is given, else read `stats`; fill `dlogits` where that is given."""
+    """Fill `ce`, `squares`, `stats` where `ce` is given, else read `stats`; fill `dlogits` where that is given.
+
+    With `num_classes` the logits are a shard of so many classes, and a label below 0 is one of another shard. What is
+    filled without `dlogits` are then parts of the statistics, as the kernel says.
+    """
     logits, inner_rows, outer_stride, inner_stride = _row_layout(logits)
     num_cols = logits.shape[-1]
     block, num_warps = _blocks(
@@ -384,7 +408,7 @@ def launch_rows(
         num_cols,
         ignore_index,
         1.0 - label_smoothing,
-        label_smoothing / num_cols,
+        label_smoothing / (num_classes or num_cols),
         float(z_loss),
         float(softcap or 0.0),
         1.0 if scale is None else float(scale),
@@ -395,6 +419,7 @@ def launch_rows(
         HAS_Z_LOSS=z_loss != 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SCALE=scale is not None,
+        SHARD=num_classes is not None,
         BLOCK_V=block,
         STAGES=2,
         num_warps=num_warps,

@@ -44,7 +44,8 @@ def sparsemax_reference(x: Tensor) -> Tensor:
 
 # ---- kernels ----
 
-# Comparisons are such that NaN is in the support, from where it reaches tau and so the whole row.
+# Comparisons are such that NaN is in the support, from where it reaches tau and so the whole row. They compare
+# x * number with the sum minus 1: what lies at tau itself, as in 16-bit rows, must not enter by a division's rounding.
 
 
 @triton.jit
@@ -66,16 +67,18 @@ def _sparsemax_fwd_kernel(
     x = tl.load(x_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
     z = x - tl.max(x, axis=1)[:, None]
 
-    tau = tl.full([BLOCK_M], -1.0, tl.float32)
-    count = tl.full([BLOCK_M], float("inf"), tl.float32)
+    excess = tl.full([BLOCK_M], -1.0, tl.float32)
+    count = tl.full([BLOCK_M], 1.0, tl.float32)
+    last_count = tl.full([BLOCK_M], float("inf"), tl.float32)
     is_shrinking = True
     while is_shrinking:
-        outside = z <= tau[:, None]
-        new_count = tl.sum(tl.where(outside, 0.0, 1.0), axis=1)
-        tau = (tl.sum(tl.where(outside, 0.0, z), axis=1) - 1.0) / new_count
-        is_shrinking = tl.max((new_count < count).to(tl.int32), axis=0) > 0
-        count = new_count
-    y = tl.where(z <= tau[:, None], 0.0, z - tau[:, None])
+        outside = z * count[:, None] <= excess[:, None]
+        count = tl.sum(tl.where(outside, 0.0, 1.0), axis=1)
+        excess = tl.sum(tl.where(outside, 0.0, z), axis=1) - 1.0
+        is_shrinking = tl.max((count < last_count).to(tl.int32), axis=0) > 0
+        last_count = count
+    outside = z * count[:, None] <= excess[:, None]
+    y = tl.where(outside, 0.0, z - (excess / count)[:, None])
     tl.store(y_ptr + rows[:, None] * num_cols + cols, y, mask=(rows < num_rows)[:, None] & mask)
 
 
@@ -94,8 +97,9 @@ def _sparsemax_fwd_wide_kernel(x_ptr, y_ptr, x_stride, num_cols, BLOCK_N: tl.con
         peaks = tl.maximum(peaks, x)
     peak = tl.max(peaks, axis=0)
 
-    tau = tl.full([], -1.0, tl.float32)
-    count = tl.full([], float("inf"), tl.float32)
+    excess = tl.full([], -1.0, tl.float32)
+    count = tl.full([], 1.0, tl.float32)
+    last_count = tl.full([], float("inf"), tl.float32)
     is_shrinking = True
     while is_shrinking:
         counts = tl.zeros([BLOCK_N], dtype=tl.float32)
@@ -105,19 +109,19 @@ def _sparsemax_fwd_wide_kernel(x_ptr, y_ptr, x_stride, num_cols, BLOCK_N: tl.con
             mask = c < num_cols
             x = tl.load(x_ptr + c, mask=mask, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
             z = x - peak
-            outside = z <= tau
+            outside = z * count <= excess
             counts += tl.where(outside, 0.0, 1.0)
             sums += tl.where(outside, 0.0, z)
-        new_count = tl.sum(counts, axis=0)
-        tau = (tl.sum(sums, axis=0) - 1.0) / new_count
-        is_shrinking = new_count < count
-        count = new_count
+        count = tl.sum(counts, axis=0)
+        excess = tl.sum(sums, axis=0) - 1.0
+        is_shrinking = count < last_count
+        last_count = count
 
     for start in tl.range(0, num_cols, BLOCK_N, num_stages=STAGES):
         c = start + cols
         mask = c < num_cols
         z = tl.load(x_ptr + c, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) - peak
-        tl.store(y_ptr + c, tl.where(z <= tau, 0.0, z - tau), mask=mask)
+        tl.store(y_ptr + c, tl.where(z * count <= excess, 0.0, z - excess / count), mask=mask)
 
 
 @triton.jit

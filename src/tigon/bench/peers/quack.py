@@ -27,11 +27,11 @@ def _rms_norm(
 def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
     from quack.rotary import apply_rotary_emb
 
-    if k is None or options or cos.dim() != 2:
+    if k is None or options or (cos.dim() == 3 and cos.shape[0] != 1):
         raise NotImplementedError("only the half layout with full tables, one for all sequences")
-    half = cos.shape[-1] // 2
-    # [B, S, H, D], tables of half width.
-    turned = (apply_rotary_emb(x.transpose(1, 2), cos[:, :half], sin[:, :half]) for x in (q, k))
+    # [B, S, H, D], tables [S, D / 2].
+    cos, sin = (t.reshape(t.shape[-2:])[:, : t.shape[-1] // 2] for t in (cos, sin))
+    turned = (apply_rotary_emb(x.transpose(1, 2), cos, sin) for x in (q, k))
     return tuple(x.transpose(1, 2) for x in turned)
 
 

@@ -551,3 +551,20 @@ def test_reference_takes_any_integer_dtype() -> None:
     logits = torch.randn(3, 5)
     expected = cross_entropy_reference(logits, torch.tensor([0, 4, 2]))
     assert torch.equal(cross_entropy_reference(logits, torch.tensor([0, 4, 2], dtype=torch.uint8)), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "label_smoothing": 0.1, "softcap": 20.0}])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_gradient_takes_the_place_of_logits_that_only_the_graph_holds(is_held: bool, options: dict[str, Any]) -> None:
+    leaf, labels = torch.randn(2, 3, 4100, requires_grad=True), torch.tensor([[1, -100, 4099], [0, 4, 2]])
+    logits = leaf.clone()
+    place, seen = logits.data_ptr(), []
+    logits.register_hook(lambda g: seen.append(g.data_ptr()))
+    held = [logits] if is_held else []
+    loss = tigon.cross_entropy(logits, labels, **options)
+    del logits
+    (actual,) = torch.autograd.grad(loss, leaf)
+    (expected,) = torch.autograd.grad(cross_entropy_reference(leaf, labels, **options), leaf)
+    torch.testing.assert_close(actual, expected)
+    assert (seen == [place]) is not is_held
+    assert all(torch.equal(t, leaf) for t in held)

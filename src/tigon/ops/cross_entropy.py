@@ -26,7 +26,8 @@ from torch import Tensor
 from . import _op
 from ._check import require, require_floating, require_number, require_one_of, require_same_device
 from ._launch import launch, next_power_of_2
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import define, is_traced, once_differentiable, op, runs_reference
+from ._reuse import is_ours, save_for_reuse
 from ._tl import tanh
 from ._triton import tl, triton
 
@@ -479,7 +480,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, class_weight: Tensor | None, options: tuple[Any, ...]
     ) -> Tensor | tuple[Tensor, Tensor]:
         ce, squares, stats = _fwd(logits, labels, class_weight, *options)
-        ctx.save_for_backward(logits, labels, class_weight, stats)
+        save_for_reuse(ctx, logits, labels, class_weight, stats)
         ctx.options = options
         return (ce, squares) if options[0] else ce
 
@@ -488,7 +489,12 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dce: Tensor, dsquares: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        return _bwd(*ctx.saved_tensors, dce, dsquares, *ctx.options), None, None, None
+        logits, *saved = ctx.saved_tensors
+        if not is_traced(dce) and is_ours(ctx, logits):
+            # A program has read a block of its row before it writes the same block.
+            launch_rows(logits, saved[0], saved[1], None, None, saved[2], dce, dsquares, logits, *ctx.options)
+            return logits, None, None, None
+        return _bwd(logits, *saved, dce, dsquares, *ctx.options), None, None, None
 
 
 # ---- public ----
@@ -602,7 +608,8 @@ def cross_entropy(
             raises on a CPU; on a GPU the loss and gradient of its row are NaN, and TIGON_DEBUG=1 raises.
 
     Numerics: statistics, losses and gradients in fp32, the gradient rounded once to the dtype of the logits.
-    Memory:   saves the logits and 8 bytes a row; the gradient is the only other tensor of their size.
+    Memory:   saves the logits and 8 bytes a row; the gradient is the only other tensor of their size, and takes their
+              place where nothing but this operator holds them any more.
     Differs from the reference: never in formula; order of summation over V.
     Source: Milakov & Gimelshein 2018, arXiv:1805.02867; z-loss: Chowdhery et al. 2022, arXiv:2204.02311.
     """

@@ -78,7 +78,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 def _versions(rows: Sequence[Row]) -> str:
-    peers = {r.implementation: r.version for r in rows if r.implementation == "liger"}
+    peers = {r.implementation: r.version for r in rows if r.implementation in ("liger", "quack")}
     return ", ".join(f"{name} {version}" for name, version in peers.items()) or "no other packages"
 
 

@@ -31,6 +31,7 @@ from .ops import (
     sparsemax,
     swiglu,
     tvd,
+    vocab_parallel_linear_cross_entropy,
     why_not,
 )
 
@@ -65,6 +66,7 @@ __all__ = [
     "swiglu",
     "tvd",
     "unpatch",
+    "vocab_parallel_linear_cross_entropy",
     "why_not",
 ]
 

@@ -15,6 +15,10 @@ from .rope import rope, rope_reference
 from .sandwich_norm import sandwich_norm, sandwich_norm_reference
 from .softmax import log_softmax, log_softmax_reference, softmax, softmax_reference
 from .sparsemax import sparsemax, sparsemax_reference
+from .vocab_parallel_linear_cross_entropy import (
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_cross_entropy_reference,
+)
 
 __all__ = [
     "OPS",
@@ -62,5 +66,7 @@ __all__ = [
     "swiglu_reference",
     "tvd",
     "tvd_reference",
+    "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_cross_entropy_reference",
     "why_not",
 ]

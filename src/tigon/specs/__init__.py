@@ -21,6 +21,7 @@ NAMES = (
     "qk_norm_rope",
     "cross_entropy",
     "linear_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
     "softmax",
     "log_softmax",
     "sparsemax",

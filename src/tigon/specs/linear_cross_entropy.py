@@ -12,7 +12,7 @@ from ._spec import Case, Cost, Make, Mutation, OpSpec
 from .cross_entropy import draw_class_weight, draw_labels
 
 
-def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
+def head_inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
     dtype = torch.float32 if case.sizes.get("fp32") else None
     return {
         "hidden": make.randn(case.M, case.D, dtype=dtype),
@@ -23,7 +23,7 @@ def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
     }
 
 
-def _cost(case: Case, itemsize: int) -> Cost:
+def head_cost(case: Case, itemsize: int) -> Cost:
     # Logits that stay within a chunk need not cross memory; a gradient of 1 leaves nothing to do in backward.
     product = 2 * case.M * case.D * case.V
     return Cost(
@@ -106,10 +106,10 @@ SPEC = OpSpec(
         Case("softcap_2304", {"M": 8192, "D": 2304, "V": 256000}, {"softcap": 30.0}, models_only=True),
         Case("hidden_1024", {"M": 8192, "D": 1024, "V": 151936}, models_only=True),
     ),
-    inputs=_inputs,
+    inputs=head_inputs,
     differentiable=("hidden", "weight", "bias"),
     empty=Case("empty", {"M": 0, "D": 8, "V": 64, "bias": 1}),
-    cost=_cost,
+    cost=head_cost,
     mutations=(
         Mutation("bias left out", _no_bias),
         Mutation("cap before scale", _cap_before_scale),

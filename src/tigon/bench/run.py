@@ -148,7 +148,30 @@ def _products(case: Case) -> Callable[..., Any]:
         def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
             return ctx.gradients
 
-    return lambda hidden, weight, labels, **_: Products.apply(hidden, weight)
+    def products(weight: Tensor, hidden: Tensor | None = None, gate: Tensor | None = None, **given: Any) -> Tensor:
+        if gate is None:
+            return Products.apply(hidden, weight)
+        return _LayerProducts.apply(gate, given["up"], weight)
+
+    return products
+
+
+class _LayerProducts(torch.autograd.Function):
+    """The matrix products of a down projection and nothing else, of half of a packed `gate`."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor) -> Tensor:
+        ctx.shapes = gate.shape, None if up is None else up.shape
+        ctx.save_for_backward(gate[..., : weight.shape[1]], weight)
+        return F.linear(gate[..., : weight.shape[1]], weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        dhidden, dweight = dy @ weight, dy.T @ hidden
+        # Of gradients that are no products, a number that takes no time.
+        dgate, dup = (None if shape is None else dhidden[0, 0].expand(shape) for shape in ctx.shapes)
+        return dgate, dup, dweight
 
 
 def contestants(spec: OpSpec, peers: list[Peer]) -> dict[str, tuple[Callable[..., Any], str]]:

@@ -4,6 +4,7 @@ from ._op import OPS, Op, backend, current_backend, why_not
 from .cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
 from .divergence import jsd, jsd_reference, kl_div, kl_div_reference, tvd, tvd_reference
 from .glu import geglu, geglu_reference, glu, glu_reference, swiglu, swiglu_reference
+from .glu_linear import glu_linear, glu_linear_reference
 from .group_norm import group_norm, group_norm_reference
 from .layer_norm import layer_norm, layer_norm_reference
 from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -33,6 +34,8 @@ __all__ = [
     "geglu",
     "geglu_reference",
     "glu",
+    "glu_linear",
+    "glu_linear_reference",
     "glu_reference",
     "group_norm",
     "group_norm_reference",

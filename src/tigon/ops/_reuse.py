@@ -23,13 +23,13 @@ _saving_hooks = _found("_autograd._top_saved_tensors_default_hooks")
 _KNOWS = None not in (_use_count, _keeps_graph, _saving_hooks)
 
 
-def save_for_reuse(ctx: Any, *tensors: Tensor | None) -> None:
-    """`ctx.save_for_backward(*tensors)`, so that `is_ours` can tell in backward who else holds their memory."""
+def save_for_reuse(ctx: Any, *tensors: Tensor | None, others: tuple[Tensor | None, ...] = ()) -> None:
+    """`ctx.save_for_backward(*tensors, *others)`; `is_ours` can tell in backward who else holds memory of `tensors`."""
     ctx.may_reuse = _KNOWS and not is_traced(tensors[0]) and _saving_hooks(True) is None  # type: ignore[misc]
     if ctx.may_reuse:
         # autograd would save the caller's own tensor object; an alias makes every other holder a reference more.
         tensors = tuple(t if t is None else t.detach() for t in tensors)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, *others)
 
 
 def is_ours(ctx: Any, saved: Tensor | None) -> bool:

@@ -223,10 +223,11 @@ def _glu_bwd_kernel(
     NEEDS_UP: tl.constexpr,
     NEEDS_DGATE: tl.constexpr,
     NEEDS_DUP: tl.constexpr,
+    EMITS_PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program per tile."""
+    """One program per tile; what forward gave can be written over `dy`."""
     rows, start = _tile(num_cols, BLOCK_M, BLOCK_N)
     cols = start + tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < num_rows) & (cols < num_cols)
@@ -263,6 +264,8 @@ def _glu_bwd_kernel(
             tl.store(dgate_ptr + rows * dgate_stride + cols, dgate, mask=mask)
         if NEEDS_DUP:
             tl.store(dup_ptr + rows * dup_stride + cols, dup, mask=mask)
+    if EMITS_PRODUCT:
+        tl.store(dy_ptr + rows * dy_stride + cols, act * _limit_up(up, limit, up_offset), mask=mask)
 
 
 # ---- operators ----
@@ -374,11 +377,11 @@ def _bwd(
 ) -> tuple[Tensor, Tensor]:
     dgate, dup = _fake_bwd(dy, gate, up, needs_dgate, needs_dup)
     options = activation, gate_first, interleaved, limit, limit_on, gate_factor, act_factor, up_offset
-    _fill_bwd(dy, gate, up, dgate, dup, needs_dgate, needs_dup, *options)
+    fill_bwd(dy, gate, up, dgate, dup, needs_dgate, needs_dup, *options)
     return dgate, dup
 
 
-def _fill_bwd(
+def fill_bwd(
     dy: Tensor,
     gate: Tensor,
     up: Tensor | None,
@@ -394,8 +397,13 @@ def _fill_bwd(
     gate_factor: float | None,
     act_factor: float | None,
     up_offset: float | None,
+    *,
+    emits_product: bool = False,
 ) -> None:
-    """Writes `dgate` and `dup`, which may be `gate` and `up` themselves: a program reads its tile before it writes."""
+    """Writes `dgate` and `dup`, which may be `gate` and `up` themselves: a program reads its tile before it writes.
+
+    With `emits_product`, what forward gave takes the place of `dy`, which must be contiguous and the caller's own.
+    """
     if up is None:
         needs_dup = needs_dgate
     if interleaved:
@@ -431,9 +439,10 @@ def _fill_bwd(
         LIMITS_GATE=limit is not None and limit_on == "gate",
         INTERLEAVED=interleaved,
         GATE_FIRST=gate_first,
-        NEEDS_UP=needs_dgate or limit is not None,
+        NEEDS_UP=needs_dgate or emits_product or limit is not None,
         NEEDS_DGATE=needs_dgate,
         NEEDS_DUP=needs_dup,
+        EMITS_PRODUCT=emits_product,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         num_warps=4,
@@ -460,7 +469,7 @@ class _GLU(torch.autograd.Function):
         else:
             dgate = gate if is_ours(ctx, gate) else gate.new_empty(gate.shape if needs_dgate else (0,))
             dup = up if up is None or is_ours(ctx, up) else up.new_empty(up.shape if needs_dup else (0,))
-            _fill_bwd(dy, gate, up, dgate, dup, needs_dgate, needs_dup, *ctx.options)
+            fill_bwd(dy, gate, up, dgate, dup, needs_dgate, needs_dup, *ctx.options)
         return (dgate if needs_dgate else None, dup if needs_dup else None, *[None] * len(ctx.options))
 
 
@@ -471,6 +480,49 @@ def _supports(gate: Tensor, up: Tensor | None = None, **_: Any) -> list[str]:
     if any(t is not None and t.dtype == torch.float64 for t in (gate, up)):
         return ["float64 is computed by the reference"]
     return []
+
+
+def require_inputs(name: str, gate: Tensor, up: Tensor | None, gate_first: bool, interleaved: bool) -> None:
+    """Raise unless `gate` and `up` are two halves, or `gate` is both."""
+    require_floating(name, gate=gate, up=up)
+    require(gate.dim() >= 1, name, "gate", "at least one axis", "a scalar")
+    if up is None:
+        require(gate.shape[-1] % 2 == 0, name, "gate", "an even last axis, as up is None", tuple(gate.shape))
+    else:
+        require(up.shape == gate.shape, name, "up", f"shape {tuple(gate.shape)}", tuple(up.shape))
+        require(gate_first, name, "gate_first", "True when up is given", gate_first)
+        require(not interleaved, name, "interleaved", "False when up is given", interleaved)
+    require_same_device(name, gate=gate, up=up)
+
+
+def require_options(name: str, activation: str, limit: float | None, limit_on: LimitOn, alpha: float) -> None:
+    require_one_of(name, "activation", activation, tuple(ACTIVATIONS))
+    require_one_of(name, "limit_on", limit_on, LIMITS)
+    require(limit is None or limit > 0, name, "limit", "a positive number or None", limit)
+    require(alpha > 0, name, "alpha", "a positive number", alpha)
+
+
+def kernel_options(
+    activation: str,
+    gate_first: bool,
+    interleaved: bool,
+    limit: float | None,
+    limit_on: LimitOn,
+    alpha: float,
+    gate_scale: float,
+    up_offset: float,
+) -> tuple[Any, ...]:
+    """The options as the kernels take them: what changes nothing is None, and so left out."""
+    return (
+        activation,
+        gate_first,
+        interleaved,
+        None if limit is None or limit == math.inf else float(limit),
+        limit_on,
+        None if alpha * gate_scale == 1 else float(alpha * gate_scale),
+        None if alpha == 1 else 1.0 / alpha,
+        None if up_offset == 0 else float(up_offset),
+    )
 
 
 def _glu(
@@ -486,15 +538,7 @@ def _glu(
     gate_scale: float = 1.0,
     up_offset: float = 0.0,
 ) -> Tensor:
-    require_floating(name, gate=gate, up=up)
-    require(gate.dim() >= 1, name, "gate", "at least one axis", "a scalar")
-    if up is None:
-        require(gate.shape[-1] % 2 == 0, name, "gate", "an even last axis, as up is None", tuple(gate.shape))
-    else:
-        require(up.shape == gate.shape, name, "up", f"shape {tuple(gate.shape)}", tuple(up.shape))
-        require(gate_first, name, "gate_first", "True when up is given", gate_first)
-        require(not interleaved, name, "interleaved", "False when up is given", interleaved)
-    require_same_device(name, gate=gate, up=up)
+    require_inputs(name, gate, up, gate_first, interleaved)
     if runs_reference(name, gate, up):
         return glu_reference(
             gate,
@@ -508,19 +552,8 @@ def _glu(
             gate_scale=gate_scale,
             up_offset=up_offset,
         )
-    # What changes nothing is None, and so left out of the kernel.
-    return _GLU.apply(
-        gate,
-        up,
-        activation,
-        gate_first,
-        interleaved,
-        None if limit is None or limit == math.inf else float(limit),
-        limit_on,
-        None if alpha * gate_scale == 1 else float(alpha * gate_scale),
-        None if alpha == 1 else 1.0 / alpha,
-        None if up_offset == 0 else float(up_offset),
-    )
+    options = activation, gate_first, interleaved, limit, limit_on, alpha, gate_scale, up_offset
+    return _GLU.apply(gate, up, *kernel_options(*options))
 
 
 @op(reference=glu_reference, supports=_supports)
@@ -567,10 +600,7 @@ def glu(
     Differs from the reference: never in formula; in the last bits of exp and erf.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
-    require_one_of("glu", "activation", activation, tuple(ACTIVATIONS))
-    require_one_of("glu", "limit_on", limit_on, LIMITS)
-    require(limit is None or limit > 0, "glu", "limit", "a positive number or None", limit)
-    require(alpha > 0, "glu", "alpha", "a positive number", alpha)
+    require_options("glu", activation, limit, limit_on, alpha)
     return _glu("glu", gate, up, activation, gate_first, interleaved, limit, limit_on, alpha, gate_scale, up_offset)
 
 

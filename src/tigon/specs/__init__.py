@@ -17,6 +17,7 @@ NAMES = (
     "glu",
     "swiglu",
     "geglu",
+    "glu_linear",
     "rope",
     "qk_norm_rope",
     "cross_entropy",

@@ -8,6 +8,7 @@ from typing import Any
 from .ops import (
     OPS,
     CrossEntropyOutput,
+    LogProbsOutput,
     ModulatedResidual,
     NormResidual,
     backend,
@@ -21,6 +22,7 @@ from .ops import (
     kl_div,
     layer_norm,
     linear_cross_entropy,
+    linear_log_probs,
     log_softmax,
     modulated_norm,
     qk_norm_rope,
@@ -39,6 +41,7 @@ from .ops import (
 __all__ = [
     "OPS",
     "CrossEntropyOutput",
+    "LogProbsOutput",
     "ModulatedResidual",
     "NormResidual",
     "Report",
@@ -54,6 +57,7 @@ __all__ = [
     "kl_div",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_log_probs",
     "log_softmax",
     "modulated_norm",
     "patch",

@@ -8,6 +8,7 @@ from .glu_linear import glu_linear, glu_linear_reference
 from .group_norm import group_norm, group_norm_reference
 from .layer_norm import layer_norm, layer_norm_reference
 from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from .linear_log_probs import LogProbsOutput, linear_log_probs, linear_log_probs_reference
 from .modulated_norm import ModulatedResidual, modulated_norm, modulated_norm_reference
 from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
@@ -24,6 +25,7 @@ from .vocab_parallel_linear_cross_entropy import (
 __all__ = [
     "OPS",
     "CrossEntropyOutput",
+    "LogProbsOutput",
     "ModulatedResidual",
     "NormResidual",
     "Op",
@@ -47,6 +49,8 @@ __all__ = [
     "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "linear_log_probs",
+    "linear_log_probs_reference",
     "log_softmax",
     "log_softmax_reference",
     "modulated_norm",

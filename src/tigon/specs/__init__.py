@@ -23,6 +23,7 @@ NAMES = (
     "cross_entropy",
     "linear_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
+    "linear_log_probs",
     "softmax",
     "log_softmax",
     "sparsemax",

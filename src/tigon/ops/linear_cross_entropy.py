@@ -11,6 +11,9 @@ Rows are taken in chunks: the logits of one chunk are computed, turned into dlog
 the gradients before the next chunk overwrites them. For a scalar loss that happens in forward, up to the upstream
 gradient, which backward multiplies in; for losses of rows backward computes the logits again. The dlogits of a mean
 are those of a sum: times 1 / divisor the label's entries, all next to -1, would all have the same rounding error.
+The plain loss reads its logits once (`_anchored.py`). Where all of them fit into the memory of dweight and what
+`max_logits_bytes` adds to it, they are one chunk, in blocks of classes, and each part of dweight is written by one
+product over logits that are used up.
 
 M rows (all leading axes), D hidden size, V classes. Saved for backward: the inputs, 8 bytes a row, and for a
 scalar loss the gradients.   Source: Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989
@@ -27,8 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _op
+from ._anchored import anchor_rows, padded, place_blocks, plan_blocks, scale_rows, wave_columns
 from ._check import require, require_floating, require_number, require_same_device
-from ._launch import as_rows, cdiv, launch, next_power_of_2
+from ._device import num_sms
+from ._launch import as_rows, cdiv, launch
 from ._op import define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 from .cross_entropy import (
@@ -97,34 +102,22 @@ def _scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
         tl.store(x_ptr + offsets, x * factor, mask=mask)
 
 
-@triton.jit
-def _scale_rows_kernel(
-    x_ptr, labels_ptr, factor_ptr, y_ptr, x_stride, y_stride, num_cols, ignore_index, BLOCK: tl.constexpr
-):
-    """One program per row: y = factor * x, and zeros, whatever x holds, where the label is ignored."""
-    row = tl.program_id(0).to(tl.int64)
-    is_valid = tl.load(labels_ptr + row) != ignore_index
-    factor = tl.load(factor_ptr).to(tl.float32)
-    for start in range(0, num_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = cols < num_cols
-        x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * y_stride + cols, tl.where(is_valid, x * factor, 0.0), mask=mask)
-
-
 # ---- operators ----
 
 _SCALE_BLOCK = 8192
 # Rows of a chunk are a multiple of this where they can be: the height of a tile of a matrix product.
 _TILE_ROWS = 128
 # Bytes of logits at once where the caller names none; without a kernel, logits whose fp32 intermediates exist at once.
-_LOGITS_BYTES, _CPU_LOGITS_BYTES = 1 << 30, 64 << 20
+_LOGITS_BYTES, _CPU_LOGITS_BYTES = 5 << 28, 64 << 20
+# fp32 sums of dhidden over blocks of classes, and sums of dweight that are not worth a rounding.
+_SUM_BYTES, _FREE_SUM_BYTES = 96 << 20, 64 << 20
+_MAX_ROUNDED_CHUNKS = 8
 _SLICE_LOGITS, _CPU_SLICE_LOGITS = 1 << 25, 1 << 20
 
 
 def _row_stride(num_classes: int, device: torch.device) -> int:
     """Elements between rows of the logits: a multiple of 16 on accelerators, which their matrix products need."""
-    return num_classes if device.type == "cpu" else cdiv(num_classes, 16) * 16
+    return num_classes if device.type == "cpu" else padded(num_classes)
 
 
 def _chunk_rows(num_rows: int, row_bytes: int, max_bytes: int) -> int:
@@ -234,12 +227,7 @@ def _scaled_rows(h: Tensor, labels: Tensor, factor: Tensor | None, ignore_index:
     """`factor * h` with zeros in ignored rows: whatever these hold must not meet their dlogits, 0 * inf is NaN."""
     ignored = labels == ignore_index
     if has_kernel:
-        factor = h.new_ones((), dtype=torch.float32) if factor is None else factor
-        out = h.new_empty(h.shape)
-        block = min(next_power_of_2(h.shape[1]), _SCALE_BLOCK)
-        sizes = h.stride(0), out.stride(0), h.shape[1]
-        launch(_scale_rows_kernel, (h.shape[0],), h, labels, factor, out, *sizes, ignore_index, BLOCK=block)
-        return out
+        return scale_rows(h, labels, None, factor, ignore_index, h.new_empty(h.shape))
     if factor is not None:
         # `out` rounds once; a product with a scalar tensor would round the scalar first.
         h = torch.mul(h, factor.expand(h.shape[0], 1), out=h.new_empty(h.shape))
@@ -340,6 +328,121 @@ def _drive(
     return dhidden, total, dbias
 
 
+def _anchors(
+    ce: Tensor | None,
+    dce: Tensor | None,
+    class_weight: Tensor | None,
+    needs: Sequence[bool],
+    z_loss: float,
+    label_smoothing: float,
+    has_kernel: bool,
+    like: Tensor,
+) -> bool:
+    """True where `_drive_anchored` does what `_drive` would: both losses and gradients, of the plain cross entropy."""
+    is_plain = class_weight is None and not z_loss and not label_smoothing and not needs[2]
+    if ce is None or dce is None or not is_plain or not has_kernel or not any(needs):
+        return False
+    return like.dtype == torch.float32 or (like.dtype == torch.bfloat16 and _has_wide_product(like))
+
+
+def _sums_widely(num_chunks: int, num_elements: int) -> bool:
+    """True where chunks of 16-bit products add up in fp32 rather than in their own dtype.
+
+    In that they are rounded once a chunk, which the first few hardly show beside the rounding of the factors; a sum
+    in fp32 takes twice the memory of the gradient while it grows.
+    """
+    return num_chunks > _MAX_ROUNDED_CHUNKS or 4 * num_elements <= _FREE_SUM_BYTES
+
+
+def _drive_anchored(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ce: Tensor,
+    stats: Tensor,
+    dce: Tensor,
+    factor: Tensor | None,
+    needs: Sequence[bool],
+    dtype: torch.dtype,
+    max_logits_bytes: int,
+    ignore_index: int,
+    softcap: float | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """What `_drive` does, with logits read once; dweight comes in its own dtype where one product makes it."""
+    needs_dhidden, needs_dweight, _ = needs
+    num_classes, width = weight.shape
+    rows, labels = as_rows(hidden), labels.reshape(-1).contiguous()
+    num_rows = rows.shape[0]
+    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+    dhidden = hidden.new_empty(hidden.shape if needs_dhidden else (0,))
+    ce, stats = ce.view(-1), stats.view(-1, 2)
+    dce = dce if dce.dim() == 0 else dce.reshape(-1)
+    options = ignore_index, softcap, scale
+
+    def fill(block: Tensor, h: Tensor, first: int) -> None:
+        part = slice(first, first + block.shape[1])
+        if b is None:
+            torch.mm(h, w[part].t(), out=block)
+        else:
+            torch.addmm(b[part], h, w[part].t(), out=block)
+
+    def write_dhidden(blocks: list[Tensor], factors: Tensor, start: int) -> None:
+        """Rows from `start` on, as many at a time as an fp32 sum over the blocks has room for."""
+        out = dhidden.view(num_rows, width)
+        step = max(_TILE_ROWS, _SUM_BYTES // (4 * width) // _TILE_ROWS * _TILE_ROWS)
+        for i in range(0, factors.shape[0], step):
+            part = slice(i, i + step)
+            total, first = None, 0
+            for block in blocks:
+                total = _accumulate(total, block[part], w[first : first + block.shape[1]])
+                first += block.shape[1]
+            target = slice(start + i, min(start + i + step, num_rows))
+            scale_rows(total, labels[target], factors[part], None, ignore_index, out[target])  # type: ignore[arg-type]
+
+    stride = _row_stride(num_classes, hidden.device)
+    row_bytes = stride * dtype.itemsize
+    if needs_dweight and weight.dtype == dtype and num_rows * row_bytes > max_logits_bytes:
+        plan = plan_blocks(num_rows, width, num_classes, wave_columns(num_sms(hidden.device), num_classes))
+        if plan.num_outside * dtype.itemsize <= max_logits_bytes:
+            dweight = weight.new_empty(weight.shape)
+            blocks = place_blocks(plan, dweight, num_rows)
+            h = rows.to(dtype)
+            firsts = [sum(plan.widths[:i]) for i in range(len(blocks))]
+            factors = anchor_rows(
+                blocks, labels, ce, stats, dce, *options, fill=lambda i: fill(blocks[i], h, firsts[i])
+            )
+            if needs_dhidden:
+                write_dhidden(blocks, factors, 0)
+            h = scale_rows(h, labels, factors, factor, ignore_index, h.new_empty(h.shape))
+            # From the first on: each part of dweight lies where blocks before it were.
+            for block, first in zip(blocks, firsts, strict=True):
+                torch.mm(block.t(), h, out=dweight[first : first + block.shape[1]])
+            return dhidden, dweight
+
+    step = _chunk_rows(num_rows, row_bytes, max_logits_bytes)
+    buffer = rows.new_empty((step, stride), dtype=dtype)[:, :num_classes]
+    num_chunks = cdiv(num_rows, max(step, 1))
+    is_rounded = weight.dtype == dtype and (num_chunks <= 1 or not _sums_widely(num_chunks, weight.numel()))
+    total = None
+    for start in range(0, num_rows, max(step, 1)):
+        end = min(start + step, num_rows)
+        logits, h, y = buffer[: end - start], rows[start:end].to(dtype), labels[start:end]
+        fill(logits, h, 0)
+        upstream = dce if dce.dim() == 0 else dce[start:end]
+        factors = anchor_rows([logits], y, ce[start:end], stats[start:end], upstream, *options)
+        if needs_dhidden:
+            write_dhidden([logits], factors, start)
+        if needs_dweight:
+            h = scale_rows(h, y, factors, factor, ignore_index, h.new_empty(h.shape))
+            if not is_rounded:
+                total = _accumulate(total, logits.t(), h)
+            else:
+                total = torch.mm(logits.t(), h) if total is None else total.addmm_(logits.t(), h)
+    return dhidden, total
+
+
 def _finished(total: Tensor | None, like: Tensor, is_needed: bool) -> Tensor:
     """A gradient in the dtype of its input: zeros where there were no rows, without elements where not needed."""
     if not is_needed:
@@ -350,8 +453,15 @@ def _finished(total: Tensor | None, like: Tensor, is_needed: bool) -> Tensor:
 def _gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, needs: Sequence[bool], settings: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_drive`, then the gradients in their dtypes, for which its buffer of logits makes room."""
-    dhidden, dweight, dbias = _drive(hidden, weight, bias, *rest, needs, *settings)
+    """All chunks, then the gradients in their dtypes, for which the buffer of logits makes room."""
+    labels, class_weight, ce, _, stats, dce, _, factor = rest
+    dtype, z_loss, max_logits_bytes, has_kernel, ignore_index, label_smoothing, softcap, scale = settings
+    dbias = None
+    if _anchors(ce, dce, class_weight, needs, z_loss, label_smoothing, has_kernel, hidden.new_empty(0, dtype=dtype)):
+        inputs = hidden, weight, bias, labels, ce, stats, dce, factor, needs
+        dhidden, dweight = _drive_anchored(*inputs, dtype, max_logits_bytes, ignore_index, softcap, scale)
+    else:
+        dhidden, dweight, dbias = _drive(hidden, weight, bias, *rest, needs, *settings)
     b = weight[:, 0] if bias is None else bias
     return dhidden, _finished(dweight, weight, needs[1]), _finished(dbias, b, needs[2])
 
@@ -629,8 +739,9 @@ def linear_cross_entropy(
             of one element on any device.
         logit_scale: factor of the logits; None leaves them.
         return_z_loss: return the z-loss too.
-        max_logits_bytes: most bytes of logits that exist at once, None for 1 GiB on accelerators and 64 MiB on a
-            CPU. Fewer chunks are faster; the result does not depend on it but for rounding.
+        max_logits_bytes: most bytes of logits that exist at once beside those in the memory of `dweight`, None for
+            1.25 GiB on accelerators and 64 MiB on a CPU. Fewer chunks are faster; the result does not depend on it
+            but for rounding.
 
     Returns:
         Scalar fp32 (fp64 for fp64 inputs), or `[...]` for reduction "none"; with `return_z_loss` the named tuple
@@ -643,8 +754,9 @@ def linear_cross_entropy(
 
     Numerics: logits in the dtype of the product, statistics and losses in fp32; `dweight` and `dbias` add up over
               chunks in fp32 and are rounded to the dtype of their input, and once more where the upstream
-              gradient is not 1.
-    Memory:   `max_logits_bytes`, the gradients, and an fp32 copy of `dweight` while 16-bit chunks add up.
+              gradient is not 1. The sum of a 16-bit `dweight` of more than 64 MiB in fp32 is rounded after each of
+              up to 8 chunks instead; raise `max_logits_bytes` for fewer.
+    Memory:   `max_logits_bytes`, the gradients, and an fp32 copy of `dweight` while more than 8 16-bit chunks add up.
               A mean or a sum takes three matrix products. A fourth, of logits computed again in backward, is the
               price of reduction "none", of fp16 (whose range needs the loss scale before rounding), of an
               upstream gradient for the returned z-loss, and of a second backward.

@@ -87,7 +87,7 @@ def test_logits_in_the_memory_of_dweight(rows: int, logit_scale: float | None, s
     with (
         mock.patch("tigon.ops.linear_cross_entropy.place_blocks", lambda *a: places.append(a) or place(*a)),
         mock.patch("tigon.ops.linear_cross_entropy._SUM_BYTES", 4 * 20 * rows),
-        mock.patch("tigon.ops.linear_cross_entropy._TILE_ROWS", 16),
+        mock.patch("tigon.ops.linear_cross_entropy.TILE_ROWS", 16),
     ):
         plan = plan_blocks(48, 20, 1500)
         _compare(

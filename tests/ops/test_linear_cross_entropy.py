@@ -343,7 +343,7 @@ def test_tied_weight_gets_both_gradients(backend: str) -> None:
 
 
 def test_chunks_are_even_and_fit() -> None:
-    rows = module._chunk_rows
+    rows = module.chunk_rows
     assert rows(8192, 128_256 * 2, 1 << 30) == 4096
     assert rows(8192, 256_000 * 2, 1 << 30) == 2048
     assert rows(8192, 32_000 * 2, 1 << 30) == 8192
@@ -375,11 +375,11 @@ def test_result_does_not_depend_on_chunks(backend: str) -> None:
 
 def test_padding_between_rows_of_logits_is_left_out(backend: str) -> None:
     """Accelerators get rows of a multiple of 16 logits; what lies between them is never read."""
-    assert module._row_stride(129, torch.device("cuda")) == 144
-    assert module._row_stride(129, torch.device("cpu")) == 129
+    assert module.row_stride(129, torch.device("cuda")) == 144
+    assert module.row_stride(129, torch.device("cpu")) == 129
     hidden, weight, labels = _inputs(9, 8, 33)
     expected = _run(tigon.linear_cross_entropy, hidden, weight, labels, torch.ones(33), max_logits_bytes=4 * 48 * 4)
-    with mock.patch.object(module, "_row_stride", return_value=48), poison():
+    with mock.patch.object(module, "row_stride", return_value=48), poison():
         actual = _run(tigon.linear_cross_entropy, hidden, weight, labels, torch.ones(33), max_logits_bytes=4 * 48 * 4)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
@@ -392,7 +392,7 @@ def test_memory_stays_within_the_promise(rows: int, dtype: torch.dtype) -> None:
     """No tensor over the classes is larger than asked for, neither with gradients nor without."""
     hidden, weight, labels = _inputs(64, 8, 1000, dtype=dtype)
     limit = rows * 1000 * dtype.itemsize
-    with tigon.backend("torch"), mock.patch.object(module, "_CPU_SLICE_LOGITS", 1000), _Spy() as spy:
+    with tigon.backend("torch"), mock.patch.object(module, "CPU_SLICE_LOGITS", 1000), _Spy() as spy:
         tigon.linear_cross_entropy(
             hidden.requires_grad_(),
             weight.requires_grad_(),

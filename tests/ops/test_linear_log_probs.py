@@ -361,7 +361,7 @@ def test_padding_between_rows_of_logits_is_left_out(backend: str) -> None:
     hidden, weight, labels = _inputs(9, 8, 33)
     options = {"max_logits_bytes": 4 * 48 * 4}
     expected = _run(tigon.linear_log_probs, hidden, weight, labels, torch.ones(33), **options)
-    with mock.patch.object(module, "_row_stride", return_value=48), poison():
+    with mock.patch.object(module, "row_stride", return_value=48), poison():
         actual = _run(tigon.linear_log_probs, hidden, weight, labels, torch.ones(33), **options)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
@@ -374,7 +374,7 @@ def test_memory_stays_within_the_promise(rows: int, dtype: torch.dtype) -> None:
     """No tensor over the classes is larger than asked for, neither in forward nor in backward."""
     hidden, weight, labels = _inputs(64, 8, 1000, dtype=dtype)
     limit = rows * 1000 * dtype.itemsize
-    with tigon.backend("torch"), mock.patch.object(module, "_CPU_SLICE_LOGITS", 1000), _Spy() as spy:
+    with tigon.backend("torch"), mock.patch.object(module, "CPU_SLICE_LOGITS", 1000), _Spy() as spy:
         _run(
             tigon.linear_log_probs,
             hidden,

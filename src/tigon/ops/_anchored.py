@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ._launch import cdiv, launch, next_power_of_2
+from ._projection import padded
 from ._triton import tl, triton
 from .cross_entropy import _load_logits
 
@@ -184,38 +185,6 @@ def _finish_kernel(
         tl.store(factors_ptr + row, dce * scale / total)
 
 
-@triton.jit
-def _scale_rows_kernel(
-    x_ptr, labels_ptr, factors_ptr, factor_ptr, y_ptr, x_stride, y_stride, num_cols, ignore_index, BLOCK: tl.constexpr
-):
-    """One program per row: y = factor * x, and zeros, whatever x holds, where the label is ignored."""
-    row = tl.program_id(0).to(tl.int64)
-    is_valid = tl.load(labels_ptr + row) != ignore_index
-    factor = 1.0
-    if factor_ptr is not None:
-        factor = tl.load(factor_ptr).to(tl.float32)
-    if factors_ptr is not None:
-        factor = factor * tl.load(factors_ptr + row)
-    for start in range(0, num_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = cols < num_cols
-        x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * y_stride + cols, tl.where(is_valid, x * factor, 0.0), mask=mask)
-
-
-_MAX_SCALE_BLOCK = 8192
-
-
-def scale_rows(
-    x: Tensor, labels: Tensor, factors: Tensor | None, factor: Tensor | None, ignore_index: int, out: Tensor
-) -> Tensor:
-    """`out = x * factors * factor`, a factor a row and one for all; zeros in ignored rows."""
-    block = min(next_power_of_2(x.shape[1]), _MAX_SCALE_BLOCK)
-    sizes = x.stride(0), out.stride(0), x.shape[1]
-    launch(_scale_rows_kernel, (x.shape[0],), x, labels, factors, factor, out, *sizes, ignore_index, BLOCK=block)
-    return out
-
-
 def _tile(num_cols: int) -> tuple[int, int]:
     """BLOCK_V and num_warps, measured on an H200 (MEASURED.md)."""
     block = min(max(next_power_of_2(num_cols), 128), _MAX_TILE)
@@ -353,11 +322,6 @@ def _blocks_from(first: int, num_rows: int, width: int, num_classes: int, align:
         done = end
     rest = num_classes - done
     return Blocks((*widths, rest) if rest else tuple(widths), tuple(inside), num_rows * padded(rest))
-
-
-def padded(num_cols: int) -> int:
-    """Elements between rows of logits: a multiple of 16, which matrix products on accelerators need."""
-    return cdiv(num_cols, 16) * 16
 
 
 def wave_columns(num_sms: int, num_classes: int) -> int:

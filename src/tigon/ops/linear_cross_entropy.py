@@ -30,12 +30,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _op
-from ._anchored import anchor_rows, padded, place_blocks, plan_blocks, scale_rows, wave_columns
+from ._anchored import anchor_rows, place_blocks, plan_blocks, wave_columns
 from ._check import require, require_floating, require_number, require_same_device
 from ._device import num_sms
-from ._launch import as_rows, cdiv, launch
+from ._launch import as_rows, cdiv
 from ._op import define, once_differentiable, op, runs_reference
-from ._triton import tl, triton
+from ._projection import (
+    CPU_LOGITS_BYTES,
+    CPU_SLICE_LOGITS,
+    LOGITS_BYTES,
+    SLICE_LOGITS,
+    TILE_ROWS,
+    accumulate,
+    chunk_rows,
+    fake_gradients,
+    finished,
+    has_wide_product,
+    is_foreign,
+    matmul_dtype,
+    multiply_,
+    row_stride,
+    scale_rows,
+    scaled_rows,
+)
 from .cross_entropy import (
     CrossEntropyOutput,
     Reduction,
@@ -90,44 +107,14 @@ def linear_cross_entropy_reference(
 
 # ---- kernels ----
 
-
-@triton.jit
-def _scale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
-    """One program per BLOCK elements, multiplied in place by a scalar on the device; nothing to do if that is 1."""
-    factor = tl.load(factor_ptr).to(tl.float32)
-    if factor != 1.0:
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = offsets < num_elements
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        tl.store(x_ptr + offsets, x * factor, mask=mask)
+# Those of `_anchored.py`, `cross_entropy.py` and `_projection.py`.
 
 
 # ---- operators ----
 
-_SCALE_BLOCK = 8192
-# Rows of a chunk are a multiple of this where they can be: the height of a tile of a matrix product.
-_TILE_ROWS = 128
-# Bytes of logits at once where the caller names none; without a kernel, logits whose fp32 intermediates exist at once.
-_LOGITS_BYTES, _CPU_LOGITS_BYTES = 5 << 28, 64 << 20
 # fp32 sums of dhidden over blocks of classes, and sums of dweight that are not worth a rounding.
 _SUM_BYTES, _FREE_SUM_BYTES = 96 << 20, 64 << 20
 _MAX_ROUNDED_CHUNKS = 8
-_SLICE_LOGITS, _CPU_SLICE_LOGITS = 1 << 25, 1 << 20
-
-
-def _row_stride(num_classes: int, device: torch.device) -> int:
-    """Elements between rows of the logits: a multiple of 16 on accelerators, which their matrix products need."""
-    return num_classes if device.type == "cpu" else padded(num_classes)
-
-
-def _chunk_rows(num_rows: int, row_bytes: int, max_bytes: int) -> int:
-    """Rows of a chunk: as few chunks as `max_bytes` allows, and these about equal."""
-    fit = max_bytes // row_bytes
-    if fit >= num_rows:
-        return num_rows
-    step = _TILE_ROWS if fit >= _TILE_ROWS else 1
-    num_chunks = cdiv(num_rows, fit // step * step)
-    return cdiv(cdiv(num_rows, num_chunks), step) * step
 
 
 def _fill_rows(
@@ -191,51 +178,6 @@ def _fill_rows(
         dlogits.copy_(dz.mul_(slope).masked_fill_(~valid.unsqueeze(-1), 0.0))
 
 
-def _accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """`total + a @ b`, in `total` if there is one; fp32 for 16-bit factors."""
-    wide = wide_dtype(a.dtype)
-    if a.dtype == wide:
-        return torch.mm(a, b) if total is None else total.addmm_(a, b)
-    if _has_wide_product(a):
-        if total is None:
-            return torch.mm(a, b, out_dtype=wide)
-        return torch.addmm(total, a, b, out_dtype=wide, out=total)
-    product = torch.mm(a, b)
-    return product.to(wide) if total is None else total.add_(product)
-
-
-_wide_product: dict[tuple[torch.device, torch.dtype], bool] = {}
-
-
-def _has_wide_product(a: Tensor) -> bool:
-    """True where torch adds a product of 16-bit matrices into an fp32 matrix; tried once, which waits for nothing."""
-    if a.device.type != "cuda":
-        return False
-    key = a.device, a.dtype
-    if key not in _wide_product:
-        x = a.new_zeros(16, 16)
-        total = x.to(torch.float32)
-        try:
-            torch.addmm(total, x, x, out_dtype=torch.float32, out=total)
-            _wide_product[key] = True
-        except (RuntimeError, TypeError, NotImplementedError):
-            _wide_product[key] = False
-    return _wide_product[key]
-
-
-def _scaled_rows(h: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, has_kernel: bool) -> Tensor:
-    """`factor * h` with zeros in ignored rows: whatever these hold must not meet their dlogits, 0 * inf is NaN."""
-    ignored = labels == ignore_index
-    if has_kernel:
-        return scale_rows(h, labels, None, factor, ignore_index, h.new_empty(h.shape))
-    if factor is not None:
-        # `out` rounds once; a product with a scalar tensor would round the scalar first.
-        h = torch.mul(h, factor.expand(h.shape[0], 1), out=h.new_empty(h.shape))
-    elif h.device.type == "cpu" and not ignored.any():
-        return h
-    return h.masked_fill(ignored.unsqueeze(-1), 0.0)
-
-
 def _part(rows: Tensor | None, start: int, end: int) -> Tensor | None:
     return rows if rows is None or rows.dim() == 0 else rows[start:end]
 
@@ -279,10 +221,10 @@ def _drive(
     upstream = [t if t is None or t.dim() == 0 else t.reshape(-1) for t in (dce, dsquares)]
     per_row = ce, squares, *upstream
 
-    stride = _row_stride(num_classes, device)
-    step = _chunk_rows(num_rows, stride * dtype.itemsize, max_logits_bytes)
+    stride = row_stride(num_classes, device)
+    step = chunk_rows(num_rows, stride * dtype.itemsize, max_logits_bytes)
     buffer = rows.new_empty((step, stride), dtype=dtype)[:, :num_classes]
-    slice_rows = max(1, (_CPU_SLICE_LOGITS if is_cpu else _SLICE_LOGITS) // num_classes)
+    slice_rows = max(1, (CPU_SLICE_LOGITS if is_cpu else SLICE_LOGITS) // num_classes)
     # With one chunk there is nothing to add up, and the product can be rounded at once.
     is_rounded_once = num_rows <= step and weight.dtype == dtype
 
@@ -318,8 +260,8 @@ def _drive(
             else:
                 out.copy_(torch.mm(logits, w))
         if needs_dweight:
-            h = _scaled_rows(h, labels[start:end], factor, ignore_index, has_kernel)
-            total = torch.mm(logits.t(), h) if is_rounded_once else _accumulate(total, logits.t(), h)
+            h = scaled_rows(h, labels[start:end], factor, ignore_index, has_kernel)
+            total = torch.mm(logits.t(), h) if is_rounded_once else accumulate(total, logits.t(), h)
         if needs_dbias:
             part_sum = logits.sum(0, dtype=wide_dtype(dtype))
             dbias = part_sum if dbias is None else dbias.add_(part_sum)
@@ -342,7 +284,7 @@ def _anchors(
     is_plain = class_weight is None and not z_loss and not label_smoothing and not needs[2]
     if ce is None or dce is None or not is_plain or not has_kernel or not any(needs):
         return False
-    return like.dtype == torch.float32 or (like.dtype == torch.bfloat16 and _has_wide_product(like))
+    return like.dtype == torch.float32 or (like.dtype == torch.bfloat16 and has_wide_product(like))
 
 
 def _sums_widely(num_chunks: int, num_elements: int) -> bool:
@@ -391,17 +333,17 @@ def _drive_anchored(
     def write_dhidden(blocks: list[Tensor], factors: Tensor, start: int) -> None:
         """Rows from `start` on, as many at a time as an fp32 sum over the blocks has room for."""
         out = dhidden.view(num_rows, width)
-        step = max(_TILE_ROWS, _SUM_BYTES // (4 * width) // _TILE_ROWS * _TILE_ROWS)
+        step = max(TILE_ROWS, _SUM_BYTES // (4 * width) // TILE_ROWS * TILE_ROWS)
         for i in range(0, factors.shape[0], step):
             part = slice(i, i + step)
             total, first = None, 0
             for block in blocks:
-                total = _accumulate(total, block[part], w[first : first + block.shape[1]])
+                total = accumulate(total, block[part], w[first : first + block.shape[1]])
                 first += block.shape[1]
             target = slice(start + i, min(start + i + step, num_rows))
             scale_rows(total, labels[target], factors[part], None, ignore_index, out[target])  # type: ignore[arg-type]
 
-    stride = _row_stride(num_classes, hidden.device)
+    stride = row_stride(num_classes, hidden.device)
     row_bytes = stride * dtype.itemsize
     if needs_dweight and weight.dtype == dtype and num_rows * row_bytes > max_logits_bytes:
         plan = plan_blocks(num_rows, width, num_classes, wave_columns(num_sms(hidden.device), num_classes))
@@ -421,7 +363,7 @@ def _drive_anchored(
                 torch.mm(block.t(), h, out=dweight[first : first + block.shape[1]])
             return dhidden, dweight
 
-    step = _chunk_rows(num_rows, row_bytes, max_logits_bytes)
+    step = chunk_rows(num_rows, row_bytes, max_logits_bytes)
     buffer = rows.new_empty((step, stride), dtype=dtype)[:, :num_classes]
     num_chunks = cdiv(num_rows, max(step, 1))
     is_rounded = weight.dtype == dtype and (num_chunks <= 1 or not _sums_widely(num_chunks, weight.numel()))
@@ -437,17 +379,10 @@ def _drive_anchored(
         if needs_dweight:
             h = scale_rows(h, y, factors, factor, ignore_index, h.new_empty(h.shape))
             if not is_rounded:
-                total = _accumulate(total, logits.t(), h)
+                total = accumulate(total, logits.t(), h)
             else:
                 total = torch.mm(logits.t(), h) if total is None else total.addmm_(logits.t(), h)
     return dhidden, total
-
-
-def _finished(total: Tensor | None, like: Tensor, is_needed: bool) -> Tensor:
-    """A gradient in the dtype of its input: zeros where there were no rows, without elements where not needed."""
-    if not is_needed:
-        return like.new_empty(0)
-    return like.new_zeros(like.shape) if total is None else total.to(like.dtype)
 
 
 def _gradients(
@@ -463,7 +398,7 @@ def _gradients(
     else:
         dhidden, dweight, dbias = _drive(hidden, weight, bias, *rest, needs, *settings)
     b = weight[:, 0] if bias is None else bias
-    return dhidden, _finished(dweight, weight, needs[1]), _finished(dbias, b, needs[2])
+    return dhidden, finished(dweight, weight, needs[1]), finished(dbias, b, needs[2])
 
 
 # Arguments that both operators pass on as they are, in the order of `_drive`.
@@ -476,14 +411,6 @@ _SETTINGS = (
 def _row_buffers(hidden: Tensor, labels: Tensor, dtype: torch.dtype, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
     ce = hidden.new_empty(labels.shape, dtype=wide_dtype(dtype))
     return ce, ce.new_empty(labels.shape if z_loss else (0,)), ce.new_empty((*labels.shape, 2))
-
-
-def _fake_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    b = weight[:, 0] if bias is None else bias
-    inputs = zip((hidden, weight, b), needs, strict=True)
-    return tuple(t.new_empty(t.shape if is_needed else (0,)) for t, is_needed in inputs)  # type: ignore[return-value]
 
 
 def _fake_fwd(
@@ -500,7 +427,7 @@ def _fake_fwd(
     z_loss: float,
     *settings: Any,
 ) -> tuple[Tensor, ...]:
-    gradients = _fake_gradients(hidden, weight, bias, needs if dce is not None else (False,) * 3)
+    gradients = fake_gradients(hidden, weight, bias, needs if dce is not None else (False,) * 3)
     return *_row_buffers(hidden, labels, dtype, z_loss), *gradients
 
 
@@ -541,7 +468,7 @@ def _fake_bwd(
     needs: Sequence[bool],
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(hidden, weight, bias, needs)
+    return fake_gradients(hidden, weight, bias, needs)
 
 
 @define(
@@ -563,22 +490,6 @@ def _bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = hidden, weight, bias, labels, class_weight
     return _gradients(*inputs, None, None, stats, dce, dsquares, None, needs=needs, settings=settings)
-
-
-def _multiply_(x: Tensor, factor: Tensor, has_kernel: bool) -> None:
-    """`x *= factor`, a scalar tensor that stays on its device, with one rounding."""
-    if x.numel() == 0:
-        return
-    if has_kernel:
-        grid = (cdiv(x.numel(), _SCALE_BLOCK),)
-        launch(_scale_kernel, grid, x, factor, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=8)
-    elif x.device.type == "cpu":
-        if factor != 1:
-            x.mul_(factor.item())
-    else:
-        # In parts, because a 16-bit product with a scalar tensor would round the scalar first.
-        for part in x.view(-1).split(_SLICE_LOGITS):
-            part.copy_(part.to(factor.dtype) * factor)
 
 
 # ---- autograd ----
@@ -658,7 +569,7 @@ class _ScalarLoss(torch.autograd.Function):
             gradients, ctx.gradients = ctx.gradients, None
             factors = dloss * ctx.saved_tensors[-1], dloss, dloss
             for gradient, gradient_factor in zip(gradients, factors, strict=True):
-                _multiply_(gradient, gradient_factor, ctx.settings[4])
+                multiply_(gradient, gradient_factor, ctx.settings[4])
         else:
             # The z-loss has an upstream gradient of its own, or this is not the first backward.
             *inputs, stats, dce, factor = ctx.saved_tensors
@@ -670,31 +581,6 @@ class _ScalarLoss(torch.autograd.Function):
 
 
 # ---- public ----
-
-
-def _matmul_dtype(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """The dtype in which `F.linear` would multiply, autocast included.
-
-    Raises:
-        ValueError: the dtypes differ and autocast does not make them one.
-    """
-    device = hidden.device.type
-    cast = None
-    if device in ("cuda", "cpu", "xpu") and torch.is_autocast_enabled(device):
-        cast = torch.get_autocast_dtype(device)
-
-    def used(t: Tensor) -> torch.dtype:
-        return t.dtype if cast is None or t.dtype == torch.float64 else cast
-
-    for argument, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            require(used(tensor) == used(hidden), name, argument, f"dtype {hidden.dtype} of hidden", tensor.dtype)
-    return used(hidden)
-
-
-def _is_foreign(t: Tensor | None) -> bool:
-    """A tensor subclass with rules of its own, such as a sharded tensor: only plain torch knows what to do with it."""
-    return t is not None and type(t) not in _op._PLAIN_TENSORS and type(t).__name__ not in _op._TRACED
 
 
 def _supports(hidden: Tensor, weight: Tensor | None = None, labels: Tensor | None = None, **_: Any) -> list[str]:
@@ -779,17 +665,17 @@ def linear_cross_entropy(
     if logit_scale is not None:
         require_number(name, "logit_scale", logit_scale)
     require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias, class_weight=class_weight)
-    dtype = _matmul_dtype(name, hidden, weight, bias)
+    dtype = matmul_dtype(name, hidden, weight, bias)
     if max_logits_bytes is None:
-        max_logits_bytes = _CPU_LOGITS_BYTES if hidden.device.type == "cpu" else _LOGITS_BYTES
+        max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
     require_number(name, "max_logits_bytes", max_logits_bytes)
-    row_bytes = _row_stride(num_classes, hidden.device) * dtype.itemsize
+    row_bytes = row_stride(num_classes, hidden.device) * dtype.itemsize
     expected = f"at least {row_bytes}, one row of logits"
     require(max_logits_bytes >= row_bytes, name, "max_logits_bytes", expected, max_logits_bytes)
     labels = checked_labels(name, labels, num_classes, ignore_index)
 
     has_kernel = not runs_reference(name, hidden, weight, labels, bias=bias)
-    if not has_kernel and any(_is_foreign(t) for t in (hidden, weight, labels, bias)):
+    if not has_kernel and any(is_foreign(t) for t in (hidden, weight, labels, bias)):
         return linear_cross_entropy_reference(
             hidden,
             weight,

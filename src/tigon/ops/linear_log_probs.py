@@ -31,22 +31,22 @@ from torch import Tensor
 from ._check import require, require_floating, require_number, require_same_device
 from ._launch import as_rows, launch
 from ._op import define, once_differentiable, op, runs_reference
+from ._projection import (
+    CPU_LOGITS_BYTES,
+    CPU_SLICE_LOGITS,
+    LOGITS_BYTES,
+    SLICE_LOGITS,
+    accumulate,
+    chunk_rows,
+    fake_gradients,
+    finished,
+    is_foreign,
+    matmul_dtype,
+    row_stride,
+    scaled_rows,
+)
 from ._triton import tl, triton
 from .cross_entropy import _blocks, _load_logits, checked_labels, require_options, stand_in_labels, wide_dtype
-from .linear_cross_entropy import (
-    _CPU_LOGITS_BYTES,
-    _CPU_SLICE_LOGITS,
-    _LOGITS_BYTES,
-    _SLICE_LOGITS,
-    _accumulate,
-    _chunk_rows,
-    _fake_gradients,
-    _finished,
-    _is_foreign,
-    _matmul_dtype,
-    _row_stride,
-    _scaled_rows,
-)
 
 
 class LogProbsOutput(NamedTuple):
@@ -247,8 +247,8 @@ def _chunks(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Which rows, their hidden states and their logits, chunk after chunk; all logits lie in the same memory."""
     num_rows, num_classes, dtype = rows.shape[0], weight.shape[0], weight.dtype
-    stride = _row_stride(num_classes, rows.device)
-    step = _chunk_rows(num_rows, stride * dtype.itemsize, max_logits_bytes)
+    stride = row_stride(num_classes, rows.device)
+    step = chunk_rows(num_rows, stride * dtype.itemsize, max_logits_bytes)
     buffer = rows.new_empty((step, stride), dtype=dtype)[:, :num_classes]
     for start in range(0, num_rows, max(step, 1)):
         chunk = slice(start, min(start + step, num_rows))
@@ -264,7 +264,7 @@ def _pieces(chunk: slice, logits: Tensor, has_kernel: bool) -> Iterator[tuple[sl
     """What of a chunk is computed at once: all with a kernel, else as much as may have fp32 intermediates."""
     step = chunk.stop - chunk.start
     if not has_kernel:
-        most = _CPU_SLICE_LOGITS if logits.device.type == "cpu" else _SLICE_LOGITS
+        most = CPU_SLICE_LOGITS if logits.device.type == "cpu" else SLICE_LOGITS
         step = min(step, max(1, most // logits.shape[1]))
     for start in range(chunk.start, chunk.stop, step):
         piece = slice(start, min(start + step, chunk.stop))
@@ -498,10 +498,10 @@ def _sums(
             else:
                 out.copy_(torch.mm(dlogits, w))
         if needs[1]:
-            h = _scaled_rows(h, y[chunk], None, ignore_index, has_kernel)
+            h = scaled_rows(h, y[chunk], None, ignore_index, has_kernel)
             # With one chunk there is nothing to add up, and the product can be rounded at once.
             is_rounded_once = len(h) == len(rows) and weight.dtype == dtype
-            total = torch.mm(dlogits.t(), h) if is_rounded_once else _accumulate(total, dlogits.t(), h)
+            total = torch.mm(dlogits.t(), h) if is_rounded_once else accumulate(total, dlogits.t(), h)
         if needs[2]:
             part_sum = dlogits.sum(0, dtype=wide_dtype(dtype))
             dbias = part_sum if dbias is None else dbias.add_(part_sum)
@@ -519,7 +519,7 @@ def _fake_bwd(
     needs: Sequence[bool],
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(hidden, weight, bias, needs)
+    return fake_gradients(hidden, weight, bias, needs)
 
 
 @define(
@@ -540,7 +540,7 @@ def _bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dhidden, dweight, dbias = _sums(hidden, weight, bias, labels, stats, dlog_probs, dentropy, needs, *settings)
     b = weight[:, 0] if bias is None else bias
-    return dhidden, _finished(dweight, weight, needs[1]), _finished(dbias, b, needs[2])
+    return dhidden, finished(dweight, weight, needs[1]), finished(dbias, b, needs[2])
 
 
 # ---- autograd ----
@@ -646,17 +646,17 @@ def linear_log_probs(
     if logit_scale is not None:
         require_number(name, "logit_scale", logit_scale)
     require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias)
-    dtype = _matmul_dtype(name, hidden, weight, bias)
+    dtype = matmul_dtype(name, hidden, weight, bias)
     if max_logits_bytes is None:
-        max_logits_bytes = _CPU_LOGITS_BYTES if hidden.device.type == "cpu" else _LOGITS_BYTES
+        max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
     require_number(name, "max_logits_bytes", max_logits_bytes)
-    row_bytes = _row_stride(num_classes, hidden.device) * dtype.itemsize
+    row_bytes = row_stride(num_classes, hidden.device) * dtype.itemsize
     expected = f"at least {row_bytes}, one row of logits"
     require(max_logits_bytes >= row_bytes, name, "max_logits_bytes", expected, max_logits_bytes)
     labels = checked_labels(name, labels, num_classes, ignore_index)
 
     has_kernel = not runs_reference(name, hidden, weight, labels, bias=bias)
-    if not has_kernel and any(_is_foreign(t) for t in (hidden, weight, labels, bias)):
+    if not has_kernel and any(is_foreign(t) for t in (hidden, weight, labels, bias)):
         return linear_log_probs_reference(
             hidden,
             weight,

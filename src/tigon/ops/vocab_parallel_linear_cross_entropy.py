@@ -35,6 +35,21 @@ from ._check import require, require_floating, require_number, require_same_devi
 from ._device import constant_while_compiling
 from ._launch import as_rows
 from ._op import define, once_differentiable, op, runs_reference
+from ._projection import (
+    CPU_LOGITS_BYTES,
+    CPU_SLICE_LOGITS,
+    LOGITS_BYTES,
+    SLICE_LOGITS,
+    accumulate,
+    chunk_rows,
+    fake_gradients,
+    finished,
+    is_foreign,
+    matmul_dtype,
+    multiply_,
+    row_stride,
+    scaled_rows,
+)
 from .cross_entropy import (
     Reduction,
     checked_labels,
@@ -45,22 +60,7 @@ from .cross_entropy import (
     stand_in_labels,
     wide_dtype,
 )
-from .linear_cross_entropy import (
-    _CPU_LOGITS_BYTES,
-    _CPU_SLICE_LOGITS,
-    _LOGITS_BYTES,
-    _SLICE_LOGITS,
-    _accumulate,
-    _chunk_rows,
-    _fake_gradients,
-    _finished,
-    _is_foreign,
-    _matmul_dtype,
-    _multiply_,
-    _row_stride,
-    _scaled_rows,
-    linear_cross_entropy_reference,
-)
+from .linear_cross_entropy import linear_cross_entropy_reference
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -320,7 +320,7 @@ def _drive(
     shards = _shards(weight, group_name, vocab_start)
     labels = checked_labels(_NAME, labels, shards.num_classes, ignore_index).reshape(-1)
     device, (num_local, width), wide = hidden.device, weight.shape, wide_dtype(dtype)
-    row_bytes = _row_stride(shards.largest, device) * dtype.itemsize
+    row_bytes = row_stride(shards.largest, device) * dtype.itemsize
     expected = f"at least {row_bytes}, one row of logits of the largest shard"
     require(max_logits_bytes >= row_bytes, _NAME, "max_logits_bytes", expected, max_logits_bytes)
     needs_dhidden, needs_dweight, needs_dbias = needs if dce is not None else (False,) * 3
@@ -337,9 +337,9 @@ def _drive(
     dhidden = rows.new_empty((num_rows if needs_dhidden else 0, width), dtype=wide)
     total = dbias = sum_of_ranks = None
 
-    step = _chunk_rows(num_rows, row_bytes, max_logits_bytes)
-    buffer = rows.new_empty((step, _row_stride(num_local, device)), dtype=dtype)[:, :num_local]
-    slice_rows = max(1, (_CPU_SLICE_LOGITS if device.type == "cpu" else _SLICE_LOGITS) // max(num_local, 1))
+    step = chunk_rows(num_rows, row_bytes, max_logits_bytes)
+    buffer = rows.new_empty((step, row_stride(num_local, device)), dtype=dtype)[:, :num_local]
+    slice_rows = max(1, (CPU_SLICE_LOGITS if device.type == "cpu" else SLICE_LOGITS) // max(num_local, 1))
     # With one chunk there is nothing to add up, and the product can be rounded at once.
     is_rounded_once = num_rows <= step and weight.dtype == dtype
     options = label_smoothing, softcap, scale
@@ -391,26 +391,26 @@ def _drive(
             if dtype == wide:
                 torch.mm(logits, w, out=dhidden[start:end])
             else:
-                dhidden[start:end] = _accumulate(None, logits, w)
+                dhidden[start:end] = accumulate(None, logits, w)
             if end == num_rows:
                 # What is left to do with the weight does not wait for it.
                 sum_of_ranks = _all_reduce(dhidden, "sum", group_name, is_async=True)
         if needs_dweight:
-            h = _scaled_rows(h, y[start:end], factor, _IGNORED, has_kernel)
-            total = torch.mm(logits.t(), h) if is_rounded_once else _accumulate(total, logits.t(), h)
+            h = scaled_rows(h, y[start:end], factor, _IGNORED, has_kernel)
+            total = torch.mm(logits.t(), h) if is_rounded_once else accumulate(total, logits.t(), h)
         if needs_dbias:
             part_sum = logits.sum(0, dtype=wide)
             dbias = part_sum if dbias is None else dbias.add_(part_sum)
     del buffer
     if dbias is not None and factor is not None:
         dbias *= factor
-    dweight = _finished(total, weight, needs_dweight)
-    dbias = _finished(dbias, weight[:, 0] if bias is None else bias, needs_dbias)
+    dweight = finished(total, weight, needs_dweight)
+    dbias = finished(dbias, weight[:, 0] if bias is None else bias, needs_dbias)
     if sum_of_ranks is not None:
         sum_of_ranks.wait()
     if factor is not None:
         dhidden *= factor
-    return _finished(dhidden.view(hidden.shape) if needs_dhidden else None, hidden, needs_dhidden), dweight, dbias
+    return finished(dhidden.view(hidden.shape) if needs_dhidden else None, hidden, needs_dhidden), dweight, dbias
 
 
 # Arguments that both operators pass on as they are, in the order of `_drive`.
@@ -437,7 +437,7 @@ def _fake_fwd(
     *settings: Any,
 ) -> tuple[Tensor, ...]:
     needs = needs if factor is not None else (False,) * 3
-    return *_row_buffers(hidden, labels, *settings[:3]), *_fake_gradients(hidden, weight, bias, needs)
+    return *_row_buffers(hidden, labels, *settings[:3]), *fake_gradients(hidden, weight, bias, needs)
 
 
 @define(
@@ -469,7 +469,7 @@ def _fake_bwd(
     needs: Sequence[bool],
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(hidden, weight, bias, needs)
+    return fake_gradients(hidden, weight, bias, needs)
 
 
 @define(
@@ -550,7 +550,7 @@ class _ScalarLoss(torch.autograd.Function):
         elif ctx.gradients is not None:
             gradients, ctx.gradients = ctx.gradients, None
             for gradient in gradients:
-                _multiply_(gradient, dloss, has_kernel)
+                multiply_(gradient, dloss, has_kernel)
         else:
             *inputs, stats, factor = ctx.saved_tensors
             gradients = _bwd(*inputs, stats, dloss * factor, *ctx.settings)
@@ -633,7 +633,7 @@ def vocab_parallel_linear_cross_entropy(
     name = _NAME
     require_floating(name, hidden=hidden, weight=weight, bias=bias)
     for argument, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
-        require(not _is_foreign(tensor), name, argument, "a plain tensor, the part of this rank", type(tensor).__name__)
+        require(not is_foreign(tensor), name, argument, "a plain tensor, the part of this rank", type(tensor).__name__)
     require(weight.dim() == 2, name, "weight", "two axes", f"shape {tuple(weight.shape)}")
     num_local, width = weight.shape
     require(hidden.dim() >= 1, name, "hidden", "at least one axis", "a scalar")
@@ -647,9 +647,9 @@ def vocab_parallel_linear_cross_entropy(
     if vocab_start is not None:
         require_number(name, "vocab_start", vocab_start, low=0)
     require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias)
-    dtype = _matmul_dtype(name, hidden, weight, bias)
+    dtype = matmul_dtype(name, hidden, weight, bias)
     if max_logits_bytes is None:
-        max_logits_bytes = _CPU_LOGITS_BYTES if hidden.device.type == "cpu" else _LOGITS_BYTES
+        max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
     require_number(name, "max_logits_bytes", max_logits_bytes, low=1)
 
     has_kernel = not runs_reference(name, hidden, weight, labels, bias=bias)

@@ -325,7 +325,9 @@ def test_checkpoint_changes_nothing(backend: str, use_reentrant: bool) -> None:
 
     expected = _run(tigon.linear_cross_entropy, hidden, weight, labels, upstream=0.3)
     actual = _run(wrapped, hidden, weight, labels, upstream=0.3)
-    for a, b in zip(actual, expected, strict=True):
+    # Without a gradient the loss comes from tiles, whose sums have another order.
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-6, atol=0)
+    for a, b in zip(actual[1:], expected[1:], strict=True):
         assert torch.equal(a, b)
 
 
@@ -602,8 +604,8 @@ def test_other_tensor_subclasses_go_to_plain_torch(backend: str) -> None:
 def test_registered_operators_are_sound() -> None:
     hidden, weight, labels = _inputs(5, 8, 48)
     inputs, factor = (hidden, weight, torch.zeros(48), labels, None), torch.tensor(0.2)
-    for needs in ((True, True, True), (False, True, False)):
-        settings = (needs, torch.float32, 0.1, 4 * 48 * 4, True, -100, 0.1, 3.0, None)
+    for needs, is_sliced in (((True, True, True), False), ((False, True, False), False), ((True, True, True), True)):
+        settings = (needs, torch.float32, 0.1, 4 * 48 * 4, True, -100, 0.1, 3.0, None, is_sliced)
         forward, backward = torch.ops.tigon.linear_cross_entropy_fwd, torch.ops.tigon.linear_cross_entropy_bwd
         torch.library.opcheck(forward, (*inputs, factor, factor, factor, *settings))
         torch.library.opcheck(forward, (*inputs, None, None, None, *settings))

@@ -400,12 +400,9 @@ def test_statistics_of_a_shard(device: torch.device, offset: float) -> None:
     logits[2], logits[3, 129], logits[4] = NAN, -INF, -INF
     found = []
     with poison():
-        for function, arguments in (
-            (module.launch_rows, lambda out: (None, *out, None, None, None, 0.0, -1, 0.1, None, 0.5, 200)),
-            (module._fill_statistics, lambda out: (*out, None, 0.5)),
-        ):
+        for has_kernel in (True, False):
             out = [torch.empty(shape, device=device) for shape in ((5,), (5,), (5, 2))]
-            function(logits, labels, *arguments(out))
+            module.shard_statistics(logits, labels, *out, module.Options(0.0, 0.1, None, 0.5), 200, has_kernel)
             found.append(out)
     for kernel, plain in zip(*found, strict=True):
         rows = [0, 1, 3, 4] if plain.dim() == 2 else slice(None)

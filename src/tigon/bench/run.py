@@ -24,6 +24,7 @@ OURS = "tigon"
 # Absent tensors that every implementation has a parameter for; other absent ones are left out of the call.
 _POSITIONAL = ("weight", "up", "k")
 PRODUCTS = "matrix_products"
+_HOW = ("max_logits_bytes", "memory")
 # A graph holds so many calls that their inputs are several times the cache, and takes no more memory than this.
 _REPLICA_BYTES, _MAX_GRAPH_BYTES, _MAX_REPLICAS = 512 * 2**20, 24 * 2**30, 12
 
@@ -174,12 +175,17 @@ class _LayerProducts(torch.autograd.Function):
         return dgate, dup, dweight
 
 
+def _without_ours(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` without the options that change how tigon computes and not what."""
+    return lambda **given: function(**{k: v for k, v in given.items() if k not in _HOW})
+
+
 def contestants(spec: OpSpec, peers: list[Peer]) -> dict[str, tuple[Callable[..., Any], str]]:
     """Functions and versions by implementation name, ours first."""
     found: dict[str, tuple[Callable[..., Any], str]] = {OURS: (OPS[spec.name].public, __version__)}
     for peer in peers:
         if spec.name in peer.provides:
-            found[peer.name] = (peer.provides[spec.name], version_of(peer.distribution))
+            found[peer.name] = (_without_ours(peer.provides[spec.name]), version_of(peer.distribution))
     return found
 
 

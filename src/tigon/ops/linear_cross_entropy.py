@@ -23,7 +23,7 @@ scalar loss the gradients.   Source: Wijmans et al. 2024, arXiv:2411.09009, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import _op
 from ._anchored import anchor_rows, place_blocks, plan_blocks, wave_columns
-from ._check import require, require_floating, require_number, require_same_device
+from ._check import require, require_floating, require_number, require_one_of, require_same_device
 from ._device import num_sms
 from ._launch import as_rows, cdiv
 from ._op import define, once_differentiable, op, runs_reference
@@ -53,6 +53,7 @@ from ._projection import (
     scale_rows,
     scaled_rows,
 )
+from ._slices import Options, sliced_gradients, sliced_statistics
 from .cross_entropy import (
     CrossEntropyOutput,
     Reduction,
@@ -65,6 +66,10 @@ from .cross_entropy import (
     stand_in_labels,
     wide_dtype,
 )
+
+Memory = Literal["default", "min"]
+MEMORIES = ("default", "min")
+
 
 # ---- reference ----
 
@@ -85,6 +90,7 @@ def linear_cross_entropy_reference(
     logit_scale: float | None = None,
     return_z_loss: bool = False,
     max_logits_bytes: int | None = None,
+    memory: Memory = "default",
 ) -> Tensor | CrossEntropyOutput:
     # What an ignored row holds must not reach dweight, where 0 * inf is NaN.
     hidden = hidden.masked_fill((labels == ignore_index).unsqueeze(-1), 0.0)
@@ -112,6 +118,8 @@ def linear_cross_entropy_reference(
 
 # ---- operators ----
 
+# The same by tiles, where losses are all that is wanted or memory matters most.
+MIN_LOGITS_BYTES = 64 << 20
 # fp32 sums of dhidden over blocks of classes, and sums of dweight that are not worth a rounding.
 _SUM_BYTES, _FREE_SUM_BYTES = 96 << 20, 64 << 20
 _MAX_ROUNDED_CHUNKS = 8
@@ -385,13 +393,73 @@ def _drive_anchored(
     return dhidden, total
 
 
+def _sliced(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    ce: Tensor | None,
+    squares: Tensor | None,
+    stats: Tensor,
+    dce: Tensor | None,
+    dsquares: Tensor | None,
+    factor: Tensor | None,
+    needs: Sequence[bool],
+    dtype: torch.dtype,
+    z_loss: float,
+    max_logits_bytes: int,
+    has_kernel: bool,
+    ignore_index: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_gradients` does, by tiles: either the losses or, with their statistics, the gradients."""
+    labels, stats = labels.reshape(-1).contiguous(), stats.view(-1, 2)
+    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+    inputs = as_rows(hidden).to(dtype), w, b, labels
+    settings = max_logits_bytes, ignore_index, Options(z_loss, *options), has_kernel
+    # Without smoothing the weight of a class is a factor of the rows that have its label.
+    row_weight = None
+    if class_weight is not None:
+        _, y, _ = stand_in_labels(labels, weight.shape[0], ignore_index, stats.dtype)
+        row_weight = class_weight.to(stats.dtype)[y]
+    if ce is not None:
+        ce, squares = ce.view(-1), squares.view(-1) if z_loss else None  # type: ignore[union-attr]
+        sliced_statistics(*inputs, ce, squares, stats, *settings)
+        if row_weight is not None:
+            ce *= row_weight
+    like = hidden, weight, weight[:, 0] if bias is None else bias
+    if dce is None:
+        return tuple(t.new_empty(0) for t in like)  # type: ignore[return-value]
+    if dsquares is None and dce.numel() and not any(dce.stride()):
+        # One upstream gradient for all rows: multiplied in last, it spares dlogits a rounding that all labels share.
+        dce, factor = dce.new_ones(()), dce.view(-1)[0] if dce.dim() == 0 else dce[(0,) * dce.dim()]
+    if dsquares is None and z_loss:
+        dsquares = dce
+    upstream = [t if t is None or t.dim() == 0 else t.reshape(-1) for t in (dce, dsquares)]
+    if row_weight is not None:
+        upstream[0] = upstream[0] * row_weight  # type: ignore[operator]
+    made = [t.new_empty(t.shape) if is_needed else None for t, is_needed in zip(like, needs, strict=True)]
+    if made[2] is not None:
+        made[2] = made[2].new_empty(weight.shape[0], dtype=stats.dtype)
+    if labels.numel():
+        dhidden = None if made[0] is None else made[0].view(-1, hidden.shape[-1])
+        sliced_gradients(*inputs, stats, *upstream, factor, dhidden, *made[1:], *settings)  # type: ignore[arg-type]
+    else:
+        made = [None if t is None else t.zero_() for t in made]
+    return tuple(finished(t, x, is_needed) for t, x, is_needed in zip(made, like, needs, strict=True))  # type: ignore[return-value]
+
+
 def _gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, needs: Sequence[bool], settings: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All chunks, then the gradients in their dtypes, for which the buffer of logits makes room."""
     labels, class_weight, ce, _, stats, dce, _, factor = rest
-    dtype, z_loss, max_logits_bytes, has_kernel, ignore_index, label_smoothing, softcap, scale = settings
+    dtype, z_loss, max_logits_bytes, has_kernel, ignore_index, label_smoothing, softcap, scale, is_sliced = settings
     dbias = None
+    settings = settings[:-1]
+    if is_sliced:
+        return _sliced(hidden, weight, bias, *rest, needs, *settings)
     if _anchors(ce, dce, class_weight, needs, z_loss, label_smoothing, has_kernel, hidden.new_empty(0, dtype=dtype)):
         inputs = hidden, weight, bias, labels, ce, stats, dce, factor, needs
         dhidden, dweight = _drive_anchored(*inputs, dtype, max_logits_bytes, ignore_index, softcap, scale)
@@ -404,7 +472,7 @@ def _gradients(
 # Arguments that both operators pass on as they are, in the order of `_drive`.
 _SETTINGS = (
     "bool[] needs, ScalarType dtype, float z_loss, SymInt max_logits_bytes, bool has_kernel,"
-    " int ignore_index, float label_smoothing, float? softcap, float? scale"
+    " int ignore_index, float label_smoothing, float? softcap, float? scale, bool is_sliced"
 )
 
 
@@ -604,6 +672,7 @@ def linear_cross_entropy(
     logit_scale: float | None = None,
     return_z_loss: bool = False,
     max_logits_bytes: int | None = None,
+    memory: Memory = "default",
 ) -> Tensor | CrossEntropyOutput:
     """Cross entropy of `hidden @ weight.T` against `labels`, without storing the logits.
 
@@ -628,6 +697,9 @@ def linear_cross_entropy(
         max_logits_bytes: most bytes of logits that exist at once beside those in the memory of `dweight`, None for
             1.25 GiB on accelerators and 64 MiB on a CPU. Fewer chunks are faster; the result does not depend on it
             but for rounding.
+        memory: "min" computes logits by tiles of rows and classes of at most 64 MiB (or `max_logits_bytes`), once for
+            the loss and once more in backward: four products and no other tensor of the size of `weight` than its
+            gradient. Not with `label_smoothing` and `class_weight` at once.
 
     Returns:
         Scalar fp32 (fp64 for fp64 inputs), or `[...]` for reduction "none"; with `return_z_loss` the named tuple
@@ -664,8 +736,12 @@ def linear_cross_entropy(
     )
     if logit_scale is not None:
         require_number(name, "logit_scale", logit_scale)
+    require_one_of(name, "memory", memory, MEMORIES)
+    is_weighted = class_weight is not None and label_smoothing != 0
+    require(memory == "default" or not is_weighted, name, "memory", "'default' with smoothing and class_weight", memory)
     require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias, class_weight=class_weight)
     dtype = matmul_dtype(name, hidden, weight, bias)
+    was_given = max_logits_bytes is not None
     if max_logits_bytes is None:
         max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
     require_number(name, "max_logits_bytes", max_logits_bytes)
@@ -693,14 +769,18 @@ def linear_cross_entropy(
         )
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
     scale = None if logit_scale is None else float(logit_scale)
+    # Losses alone need no more logits at once than a tile has.
+    is_sliced = memory == "min" or (has_kernel and not any(needs) and (class_weight is None or not label_smoothing))
+    max_logits_bytes = min(max_logits_bytes, MIN_LOGITS_BYTES) if is_sliced and not was_given else max_logits_bytes
     settings = needs, dtype, z_loss, max_logits_bytes, has_kernel, ignore_index, label_smoothing, softcap, scale
+    settings = *settings, is_sliced
     wide = wide_dtype(dtype)
     divisors = mean_divisors(labels, class_weight, ignore_index, num_items, wide) if reduction == "mean" else None
     inputs = hidden, weight, bias, labels, class_weight
     returns_z_loss = return_z_loss and z_loss != 0
     is_traced = _op.is_traced(hidden)
     # A traced graph asks for the gradient of every output, so that the one of the z-loss would be known late.
-    is_late = reduction == "none" or dtype == torch.float16 or (returns_z_loss and is_traced)
+    is_late = is_sliced or reduction == "none" or dtype == torch.float16 or (returns_z_loss and is_traced)
     if any(needs) and not is_late:
         divisor, squares_divisor = divisors or (labels.new_ones((), dtype=wide), None)
         squares_divisor = None if squares_divisor is divisor else squares_divisor

@@ -37,9 +37,7 @@ from ._launch import as_rows
 from ._op import define, once_differentiable, op, runs_reference
 from ._projection import (
     CPU_LOGITS_BYTES,
-    CPU_SLICE_LOGITS,
     LOGITS_BYTES,
-    SLICE_LOGITS,
     accumulate,
     chunk_rows,
     fake_gradients,
@@ -50,10 +48,10 @@ from ._projection import (
     row_stride,
     scaled_rows,
 )
+from ._slices import ELSEWHERE, IGNORED, Options, anchor_of, shard_dlogits, shard_statistics
 from .cross_entropy import (
     Reduction,
     checked_labels,
-    launch_rows,
     mean_divisors,
     reduce_rows,
     require_options,
@@ -192,71 +190,6 @@ def _divided(ranks: Sequence[tuple[int, int]], rank: int) -> _Shards:
 
 # ---- operators ----
 
-# Labels as the kernels are given them: a class of this rank, or one of these, whatever `ignore_index` is.
-_IGNORED, _ELSEWHERE = -1, -2
-
-
-def _capped(
-    logits: Tensor, labels: Tensor, dtype: torch.dtype, softcap: float | None, scale: float | None
-) -> tuple[Tensor, Tensor | float]:
-    """Scaled and capped logits, zeros in ignored rows, and their derivative."""
-    z = logits.masked_fill((labels == _IGNORED).unsqueeze(-1), 0.0).to(dtype)
-    slope: Tensor | float = 1.0
-    if scale is not None:
-        z, slope = z * scale, scale
-    if softcap is not None:
-        t = torch.tanh_(z / softcap)
-        z, slope = softcap * t, (1 - t.square()) * slope
-    return z, slope
-
-
-def _fill_statistics(
-    logits: Tensor,
-    labels: Tensor,
-    at: Tensor,
-    distance: Tensor | None,
-    stats: Tensor,
-    softcap: float | None,
-    scale: float | None,
-) -> None:
-    """What `launch_rows` does of a shard without `dlogits`, in torch and in the dtype of `stats`."""
-    z, _ = _capped(logits, labels, stats.dtype, softcap, scale)
-    at.copy_(z.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1))
-    if distance is not None:
-        distance.copy_((z - _anchor(at).unsqueeze(-1)).sum(-1))
-    peak = z.amax(-1)
-    stats[:, 0] = peak
-    shift = peak.masked_fill(peak == float("-inf"), 0.0)
-    stats[:, 1] = (z - shift.unsqueeze(-1)).exp_().sum(-1)
-
-
-def _fill_dlogits(
-    logits: Tensor,
-    labels: Tensor,
-    stats: Tensor,
-    dce: Tensor,
-    z_loss: float,
-    label_smoothing: float,
-    softcap: float | None,
-    scale: float | None,
-    num_classes: int,
-) -> None:
-    """What `launch_rows` does of a shard with `dlogits`, which are the logits, in torch and in the dtype of `stats`."""
-    z, slope = _capped(logits, labels, stats.dtype, softcap, scale)
-    peak, log_sum = stats[:, :1], stats[:, 1:]
-    dce = dce.to(stats.dtype).expand(labels.shape).unsqueeze(-1)
-    dz = ((z - peak) - log_sum).exp_().mul_(dce * (1 + 2 * z_loss * (peak + log_sum)))
-    if label_smoothing:
-        dz -= dce * (label_smoothing / num_classes)
-    dlabel = (dce * (label_smoothing - 1)).masked_fill((labels < 0).unsqueeze(-1), 0.0)
-    dz.scatter_add_(-1, labels.clamp(min=0).unsqueeze(-1), dlabel)
-    logits.copy_(dz.mul_(slope).masked_fill_((labels == _IGNORED).unsqueeze(-1), 0.0))
-
-
-def _anchor(at: Tensor) -> Tensor:
-    """What `distance` is a sum of distances from."""
-    return at.masked_fill(at == float("-inf"), 0.0)
-
 
 def _reduce(
     stats: Tensor,
@@ -277,7 +210,7 @@ def _reduce(
     _all_reduce(peak, "max", group_name)
     sums = [stats[:, 1] * (own - peak).exp_(), (at - peak).masked_fill_(labels < 0, 0.0)]
     if distance is not None:
-        sums.append(distance + num_local * (_anchor(at) - peak))
+        sums.append(distance + num_local * (anchor_of(at) - peak))
     total = torch.stack(sums)
     _all_reduce(total, "sum", group_name)
     # NaN where the label is no class, also in the gradient, which starts from the statistics.
@@ -288,7 +221,7 @@ def _reduce(
         rows -= (label_smoothing / num_classes) * total[2]
     if z_loss:
         rows += z_loss * (peak + log_sum).square()
-    losses.copy_((rows * poison).masked_fill_(labels == _IGNORED, 0.0))
+    losses.copy_((rows * poison).masked_fill_(labels == IGNORED, 0.0))
     torch.stack((peak, log_sum), -1, out=stats)
 
 
@@ -329,7 +262,7 @@ def _drive(
     num_rows = rows.shape[0]
     valid, y, poison = stand_in_labels(labels, shards.num_classes, ignore_index, wide)
     y -= shards.start
-    y = y.masked_fill((y < 0) | (y >= num_local), _ELSEWHERE).masked_fill_(~valid, _IGNORED)
+    y = y.masked_fill((y < 0) | (y >= num_local), ELSEWHERE).masked_fill_(~valid, IGNORED)
     stats = stats.view(-1, 2)
     losses = None if losses is None else losses.view(-1)
     dce = dce if dce is None or dce.dim() == 0 else dce.reshape(-1)
@@ -339,10 +272,9 @@ def _drive(
 
     step = chunk_rows(num_rows, row_bytes, max_logits_bytes)
     buffer = rows.new_empty((step, row_stride(num_local, device)), dtype=dtype)[:, :num_local]
-    slice_rows = max(1, (CPU_SLICE_LOGITS if device.type == "cpu" else SLICE_LOGITS) // max(num_local, 1))
     # With one chunk there is nothing to add up, and the product can be rounded at once.
     is_rounded_once = num_rows <= step and weight.dtype == dtype
-    options = label_smoothing, softcap, scale
+    options = Options(z_loss, label_smoothing, softcap, scale)
 
     for start in range(0, num_rows, max(step, 1)):
         end = min(start + step, num_rows)
@@ -351,9 +283,6 @@ def _drive(
             torch.mm(h, w.t(), out=logits)
         else:
             torch.addmm(b, h, w.t(), out=logits)
-        slices = [slice(i, min(i + slice_rows, end)) for i in range(start, end, slice_rows)]
-        slices = [slice(start, end)] if has_kernel else slices
-
         if losses is not None:
             at = stats.new_empty(end - start)
             distance = torch.empty_like(at) if label_smoothing else None
@@ -363,16 +292,10 @@ def _drive(
                 for t in (stats[start:end, 1], at, distance):
                     if t is not None:
                         t.zero_()
-            for part in slices if num_local else ():
-                chunk_part = slice(part.start - start, part.stop - start)
-                args = logits[chunk_part], y[part]
-                filled = at[chunk_part], None if distance is None else distance[chunk_part], stats[part]
-                if has_kernel:
-                    launch_rows(
-                        *args, None, *filled, None, None, None, 0.0, _IGNORED, *options, num_classes=shards.num_classes
-                    )
-                else:
-                    _fill_statistics(*args, *filled, softcap, scale)
+            else:
+                part = slice(start, end)
+                filled = at, distance, stats[part]
+                shard_statistics(logits, y[part], *filled, options, shards.num_classes, has_kernel)
             part = slice(start, end)
             sizes = num_local, shards.num_classes
             row_tensors = stats[part], at, distance, y[part], poison[part], losses[part]
@@ -380,13 +303,10 @@ def _drive(
         if dce is None:
             continue
 
-        for part in slices if num_local else ():
-            dlogits, part_dce = logits[part.start - start : part.stop - start], dce[part] if dce.dim() else dce
-            if has_kernel:
-                given = None, None, None, stats[part], part_dce, part_dce, dlogits, z_loss, _IGNORED
-                launch_rows(dlogits, y[part], *given, *options, num_classes=shards.num_classes)
-            else:
-                _fill_dlogits(dlogits, y[part], stats[part], part_dce, z_loss, *options, shards.num_classes)
+        if num_local:
+            part = slice(start, end)
+            upstream = dce[part] if dce.dim() else dce
+            shard_dlogits(logits, y[part], stats[part], upstream, upstream, options, shards.num_classes, has_kernel)
         if needs_dhidden:
             if dtype == wide:
                 torch.mm(logits, w, out=dhidden[start:end])
@@ -396,7 +316,7 @@ def _drive(
                 # What is left to do with the weight does not wait for it.
                 sum_of_ranks = _all_reduce(dhidden, "sum", group_name, is_async=True)
         if needs_dweight:
-            h = scaled_rows(h, y[start:end], factor, _IGNORED, has_kernel)
+            h = scaled_rows(h, y[start:end], factor, IGNORED, has_kernel)
             total = torch.mm(logits.t(), h) if is_rounded_once else accumulate(total, logits.t(), h)
         if needs_dbias:
             part_sum = logits.sum(0, dtype=wide)

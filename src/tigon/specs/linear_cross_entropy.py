@@ -102,9 +102,31 @@ SPEC = OpSpec(
         Case("num_items", {"M": 9, "D": 16, "V": 31}, {"num_items": 100, "z_loss": 1e-3}),
         Case("all_ignored", {"M": 5, "D": 16, "V": 40, "bias": 1, "all_ignored": 1}),
         Case("fp32", {"M": 8, "D": 64, "V": 128, "fp32": 1}),
+        Case("tiles", {"M": 37, "D": 24, "V": 300, "bias": 1}, {"memory": "min", "max_logits_bytes": 2000 * 4}),
+        Case(
+            "tiles_options",
+            {"M": 19, "D": 16, "V": 515},
+            {
+                "memory": "min",
+                "max_logits_bytes": 19 * 128 * 4,
+                "label_smoothing": 0.1,
+                "z_loss": 1e-2,
+                "softcap": 3.0,
+                "logit_scale": 0.5,
+            },
+        ),
+        Case(
+            "tiles_class_weight",
+            {"M": 9, "D": 16, "V": 140, "class_weight": 1},
+            {"memory": "min", "max_logits_bytes": 128 * 9 * 4, "reduction": "none"},
+        ),
         Case("hidden_4096", {"M": 8192, "D": 4096, "V": 128256}, models_only=True),
+        Case("hidden_4096_min", {"M": 8192, "D": 4096, "V": 128256}, {"memory": "min"}, models_only=True),
+        Case("hidden_2304", {"M": 8192, "D": 2304, "V": 256000}, models_only=True),
+        Case("hidden_2304_min", {"M": 8192, "D": 2304, "V": 256000}, {"memory": "min"}, models_only=True),
         Case("softcap_2304", {"M": 8192, "D": 2304, "V": 256000}, {"softcap": 30.0}, models_only=True),
         Case("hidden_1024", {"M": 8192, "D": 1024, "V": 151936}, models_only=True),
+        Case("hidden_1024_min", {"M": 8192, "D": 1024, "V": 151936}, {"memory": "min"}, models_only=True),
     ),
     inputs=head_inputs,
     differentiable=("hidden", "weight", "bias"),
@@ -121,7 +143,7 @@ SPEC = OpSpec(
     # The loss is one number from nine rows: the reference's own error in it is one draw, which may be next to zero.
     # dhidden sums over the vocabulary in fp32 in the order that the matrix library picks for a shape, and a chunk has
     # another shape than the reference: twice its error, measured, is that of the same product on fewer rows.
-    factor={"z_loss": 4.0, "hidden_4096": 3.0},
+    factor={"z_loss": 4.0, "hidden_4096": 3.0, "hidden_4096_min": 3.0},
     # fp32 launches what fp16 does not: its gradients wait for the upstream gradient instead of being multiplied.
-    compile_cases=("hidden_4096", "softcap_2304", "fp32", "softcap_scale", "class_weight", "z_loss"),
+    compile_cases=("hidden_4096", "softcap_2304", "fp32", "softcap_scale", "class_weight", "z_loss", "tiles_options"),
 )

@@ -28,7 +28,7 @@ from .cross_entropy import _load_logits
 
 # How far above the anchor a logit may be, in e-folds: sums of exp(40) leave room in bf16 and fp32 on both sides.
 _MAX_RISE = 40.0
-_MAX_TILE, _STAGES = 2048, 3
+_MAX_TILE, _STAGES = 1024, 3
 
 
 @triton.jit

@@ -230,7 +230,13 @@ def sliced_gradients(
         h, y = rows[part], _local_labels(labels[part], num_classes, ignore_index, tiles.num_cols)
         upstream = [t if t is None or t.dim() == 0 else t[part] for t in (dce, dsquares)]
         upstream[1] = upstream[0] if upstream[1] is None else upstream[1]
-        scaled = None if dweight is None else scaled_rows(h, labels[part], factor, ignore_index, has_kernel)
+        scaled = None
+        if dweight is not None and has_kernel:
+            # Where dhidden will be, which is written last.
+            room = h.new_empty(h.shape) if dhidden is None or dhidden.dtype != h.dtype else dhidden[part]
+            scaled = scale_rows(h, labels[part], None, factor, ignore_index, room)
+        elif dweight is not None:
+            scaled = scaled_rows(h, labels[part], factor, ignore_index, has_kernel)
         is_first, total = part.start == 0, None
         for index, cols in enumerate(columns):
             logits = _product(h, weight, bias, cols, buffer)

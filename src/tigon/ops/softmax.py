@@ -154,20 +154,20 @@ def _softmax_bwd_kernel(
 
 # ---- operators ----
 
-# Widest row that one program holds in registers, and what it takes at a time of a wider one.
-_MAX_BLOCK = 32768
+# Widest row that one program holds in registers, two tensors of it in backward, and what it takes at a time of a wider.
+_MAX_FWD_BLOCK, _MAX_BWD_BLOCK = 32768, 16384
 _WIDE_BLOCK = 8192
 
 
-def _blocks(num_cols: int, bytes_a_column: int) -> dict[str, Any]:
+def _blocks(num_cols: int, widest: int, bytes_a_column: int) -> dict[str, Any]:
     """Tile and warps, measured on an H200 (MEASURED.md): 16 elements a thread, 32 of the widest rows."""
     block_n = next_power_of_2(num_cols)
-    one_block = block_n <= _MAX_BLOCK
+    one_block = block_n <= widest
     if not one_block:
         block_n = _WIDE_BLOCK
     block_m = max(1, 2048 // block_n)
     stages = 1 if one_block else pipeline_stages(bytes_a_column * block_n)
-    num_warps = 32 if one_block and block_n == _MAX_BLOCK else min(16, block_m * block_n // 512)
+    num_warps = 32 if one_block and block_n == _MAX_FWD_BLOCK else min(16, block_m * block_n // 512)
     return {"ONE_BLOCK": one_block, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "num_warps": num_warps}
 
 
@@ -180,7 +180,7 @@ def _fwd(x: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
     y = _fake_fwd(x, dtype, log)
     rows = as_rows(x)
     num_rows, num_cols = rows.shape
-    blocks = _blocks(num_cols, x.itemsize)
+    blocks = _blocks(num_cols, _MAX_FWD_BLOCK, x.itemsize)
     grid = (cdiv(num_rows, blocks["BLOCK_M"]),)
     launch(_softmax_fwd_kernel, grid, rows, y, rows.stride(0), num_rows, num_cols, LOG=log, **blocks)
     return y
@@ -195,7 +195,7 @@ def _bwd(y: Tensor, dy: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
     dx = _fake_bwd(y, dy, dtype, log)
     rows = as_rows(dy)
     num_rows, num_cols = rows.shape
-    blocks = _blocks(num_cols, y.itemsize + dy.itemsize)
+    blocks = _blocks(num_cols, _MAX_BWD_BLOCK, y.itemsize + dy.itemsize)
     grid = (cdiv(num_rows, blocks["BLOCK_M"]),)
     launch(_softmax_bwd_kernel, grid, y, rows, dx, rows.stride(0), num_rows, num_cols, LOG=log, **blocks)
     return dx

@@ -102,7 +102,11 @@ SPEC = OpSpec(
         Case("num_items", {"M": 9, "D": 16, "V": 31}, {"num_items": 100, "z_loss": 1e-3}),
         Case("all_ignored", {"M": 5, "D": 16, "V": 40, "bias": 1, "all_ignored": 1}),
         Case("fp32", {"M": 8, "D": 64, "V": 128, "fp32": 1}),
-        Case("tiles", {"M": 37, "D": 24, "V": 300, "bias": 1}, {"memory": "min", "max_logits_bytes": 2000 * 4}),
+        Case(
+            "tiles",
+            {"M": 37, "D": 24, "V": 300, "bias": 1},
+            {"memory": "min", "max_logits_bytes": 8000, "reduction": "none"},
+        ),
         Case(
             "tiles_options",
             {"M": 19, "D": 16, "V": 515},
@@ -141,9 +145,10 @@ SPEC = OpSpec(
         Mutation("mean of the means of chunks", _chunks_averaged),
     ),
     # The loss is one number from nine rows: the reference's own error in it is one draw, which may be next to zero.
+    # One row's dweight is the rounding of its label's entry, one draw too.
     # dhidden sums over the vocabulary in fp32 in the order that the matrix library picks for a shape, and a chunk has
     # another shape than the reference: twice its error, measured, is that of the same product on fewer rows.
-    factor={"z_loss": 4.0, "hidden_4096": 3.0, "hidden_4096_min": 3.0},
+    factor={"z_loss": 4.0, "one_row": 4.0, "hidden_4096": 3.0, "hidden_4096_min": 3.0},
     # fp32 launches what fp16 does not: its gradients wait for the upstream gradient instead of being multiplied.
     compile_cases=("hidden_4096", "softcap_2304", "fp32", "softcap_scale", "class_weight", "z_loss", "tiles_options"),
 )

@@ -32,6 +32,7 @@ CASES = (
     Case("narrow", {"M": 300, "N": 3}),
     Case("register_row", {"M": 3, "N": 32768}),
     Case("two_reads", {"M": 3, "N": 32769}),
+    Case("two_reads_backward", {"M": 3, "N": 16385}),
     Case("wide_result", {"M": 37, "N": 130}, {"dtype": torch.float32}),
     Case("columns_4096", {"M": 16384, "N": 4096}, models_only=True),
     Case("columns_32768", {"M": 8192, "N": 32768}, models_only=True),

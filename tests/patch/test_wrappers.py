@@ -146,7 +146,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("fuse", [(), ("add_rms_norm", "qk_norm_rope")])
+@pytest.mark.parametrize("fuse", [(), ("add_rms_norm", "qk_norm_rope", "glu_linear")])
 @pytest.mark.parametrize("find_unused", [False, True])
 @BEFORE_AFTER
 def test_distributed_data_parallel_trains_as_without_patching(
@@ -190,7 +190,7 @@ def train(rank: int, folder: str, kind: str) -> None:
     with tigon.backend("torch"):
         for patched in ("no", "before", "after", "fused before", "fused after"):
             each = copy.deepcopy(model)
-            fuse = ["add_rms_norm", "qk_norm_rope"] if "fused" in patched else []
+            fuse = ["add_rms_norm", "qk_norm_rope", "glu_linear"] if "fused" in patched else []
             if "before" in patched:
                 tigon.patch(each, fuse=fuse, strict=True)
             if kind == "ddp":

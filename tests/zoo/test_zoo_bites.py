@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tigon.patch import _experts, _glu, _head, _norms, _rope
+from tigon.patch import _experts, _glu, _glu_linear, _head, _norms, _rope
 from tigon.patch._forms import FUSIONS
 
 from .compare import examine
@@ -99,6 +99,10 @@ def _weights_swapped(operator: Fault) -> Fault:
     return lambda q, k, qw, kw, *args, **kwargs: operator(q, k, kw, qw, *args, **kwargs)
 
 
+def _projection_detached(operator: Fault) -> Fault:
+    return lambda *args, weight, **kwargs: operator(*args, weight=weight.detach(), **kwargs)
+
+
 # With every fusion across modules.
 FUSED_FAULTS: dict[str, tuple[str, Any, str, Callable[[Fault], Fault]]] = {
     "sum lost": ("LlamaForCausalLM", _norms, "rms_norm", _sum_lost),
@@ -107,6 +111,9 @@ FUSED_FAULTS: dict[str, tuple[str, Any, str, Callable[[Fault], Fault]]] = {
     "weights of queries and keys": ("Qwen3ForCausalLM", _rope, "qk_norm_rope", _weights_swapped),
     "offset of queries and keys": ("Gemma3ForCausalLM", _rope, "qk_norm_rope", _without("offset")),
     "eps of queries and keys": ("Qwen3MoeForCausalLM", _rope, "qk_norm_rope", _changed(eps=1e-2)),
+    "factors of a product": ("LlamaForCausalLM", _glu_linear, "glu_linear", _swapped),
+    "order of packed factors": ("Phi3ForCausalLM", _glu_linear, "glu_linear", _changed(gate_first=False)),
+    "gradient of a projection back": ("Gemma2ForCausalLM", _glu_linear, "glu_linear", _projection_detached),
 }
 
 

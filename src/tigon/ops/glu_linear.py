@@ -70,7 +70,8 @@ def glu_linear_reference(
 # ---- operators ----
 
 
-def _product_dtype(gate: Tensor, up: Tensor | None) -> torch.dtype:
+def product_dtype(gate: Tensor, up: Tensor | None) -> torch.dtype:
+    """The dtype of what `glu` gives."""
     return gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
 
 
@@ -136,7 +137,7 @@ class _GLULinear(torch.autograd.Function):
         dgate = dup = product = dweight = dbias = None
         if needs_dgate or needs_dup:
             product = torch.mm(dy, weight.to(dy.dtype))
-            seen = _product_dtype(gate, up)
+            seen = product_dtype(gate, up)
             # Rounded as in forward, between glu and the matrix product; from fp32 and to it the kernel rounds.
             product = product if seen == torch.float32 else product.to(seen)
             needs = needs_dgate, needs_dup, needs_dweight
@@ -161,16 +162,21 @@ class _GLULinear(torch.autograd.Function):
 # ---- public ----
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that `F.linear` casts to there, None where it casts nothing."""
+    # By name: torch 2.11 cannot trace the function that tells.
+    if device.type not in ("cuda", "cpu", "xpu") or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def _matmul_dtype(name: str, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     """The dtype in which `F.linear` would multiply the product, autocast included.
 
     Raises:
         ValueError: the dtypes differ and autocast does not make them one.
     """
-    device, dtype = gate.device.type, _product_dtype(gate, up)
-    cast = None
-    if device in ("cuda", "cpu", "xpu") and torch.is_autocast_enabled(device):
-        cast = torch.get_autocast_dtype(device)
+    dtype, cast = product_dtype(gate, up), autocast_dtype(gate.device)
 
     def used(dtype: torch.dtype) -> torch.dtype:
         return dtype if cast is None or dtype == torch.float64 else cast

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import _add_norm, _dispatch, _head, _hf, _probe, _qk_norm_rope, _rope, _swap
+from . import _add_norm, _dispatch, _glu_linear, _head, _hf, _probe, _qk_norm_rope, _rope, _swap
 from ._forms import FORM_NAMES, FORMS, FUSIONS, Found, argument_of
 from ._probe import Refused
 from .report import LOSS, Report, Verdict, grouped
@@ -116,7 +116,8 @@ def patch(
         skip: names of forms or patterns of module names to leave alone.
         fuse: what to compute together across modules, nothing by default: "add_rms_norm", in a layer the addition to
             the residual stream and the RMS norm of the sum; "qk_norm_rope", in attention the norms of queries and
-            keys and their rotation. Each is verified in a trial run of the layer or attention.
+            keys and their rotation; "glu_linear", in a gated MLP the product and the projection back, if that is a
+            plain `nn.Linear`, so that no product is kept for backward. Each is verified in a trial run of the module.
         strict: raise, and change nothing, when something that is surely a form cannot be replaced, or nothing can.
 
     Returns:
@@ -265,12 +266,15 @@ def _installed(name: str, module: nn.Module, choice: _Choice) -> list[_Finding]:
     rows = [(mark.form, mark.variant)]
     if isinstance(mark.settings, _qk_norm_rope.QkNormSettings):
         rows.append((_qk_norm_rope.NAME, ", ".join(mark.settings.norms)))
-    cls = type(module).__name__
-    return [
-        _Finding(name, cls, form, variant, "replaced", "already patched")
-        for form, variant in rows
-        if choice.allows(form, name)
-    ]
+    cls, why = type(module).__name__, ""
+    if isinstance(mark.settings, _glu_linear.GluLinearSettings):
+        parts = _glu_linear.parts_of(module, Found("", mark.settings.mlp))
+        # Adapters and hooks that came since: its calls go through the projection.
+        why = parts.why
+        rows += [] if why else [(_glu_linear.NAME, parts.mlp.down)]
+    findings = [_Finding(name, cls, *row, "replaced", "already patched") for row in rows]
+    findings += [_Finding(name, cls, _glu_linear.NAME, "", "kept", why)] if why else []
+    return [finding for finding in findings if choice.allows(finding.form, name)]
 
 
 # Verdicts of this process, by what they depend on; a reason is a verdict too.
@@ -331,14 +335,25 @@ def _fused_across(modules: list[tuple[str, nn.Module]], choice: _Choice, finding
     """What is asked to be computed together across modules that are replaced."""
     by_name, replaced = dict(modules), [finding for finding in findings if finding.verdict == "replaced"]
     norms: dict[str, dict[str, Found]] = {}
+
+    def found_of(finding: _Finding) -> Found:
+        mark = by_name[finding.name].__dict__.get("_tigon")
+        return finding.found or Found(mark.variant, mark.settings)
+
     for finding in replaced:
         if choice.fuse and finding.form == "rms_norm":
             parent, _, child = finding.name.rpartition(".")
-            mark = by_name[finding.name].__dict__.get("_tigon")
-            norms.setdefault(parent, {})[child] = finding.found or Found(mark.variant, mark.settings)
+            norms.setdefault(parent, {})[child] = found_of(finding)
     forms = {finding.name: finding.form for finding in replaced}
     memo: dict[int, str] = {}
     fused = []
+    done = {finding.name for finding in findings if finding.form == _glu_linear.NAME}
+    for finding in replaced if _glu_linear.NAME in choice.fuse else ():
+        if finding.form == "glu" and finding.name not in done:
+            module = by_name[finding.name]
+            parts = _glu_linear.parts_of(module, found_of(finding))
+            made = _fused(_glu_linear.NAME, _glu_linear, finding.name, module, parts, choice, memo)
+            fused += [made] if made else []
     for name, found in norms.items():
         module, form = by_name[name], forms.get(name)
         if form is None and _add_norm.NAME in choice.fuse:
@@ -352,22 +367,23 @@ def _fused_across(modules: list[tuple[str, nn.Module]], choice: _Choice, finding
 
 
 def _fused(
-    form: str, kind: Any, name: str, module: nn.Module, norms: dict[str, Found], choice: _Choice, memo: dict[int, str]
+    form: str, kind: Any, name: str, module: nn.Module, parts: Any, choice: _Choice, memo: dict[int, str]
 ) -> _Finding | None:
-    match, cls = kind.match(module, norms), type(module).__name__
+    """`parts` are what of the module is replaced, as the fusion needs it."""
+    match, cls = kind.match(module, parts), type(module).__name__
     if match == "no" or not choice.allows(form, name):
         return None
     if _swap.foreign_forward(module):
         verdict: Found | str = "its forward was replaced on the instance already"
     else:
-        verdict = _verdict(form, module, memo, kind.verify, norms, opaque=(*kind.opaque(module, norms), _hf.PLACE))
+        verdict = _verdict(form, module, memo, kind.verify, parts, opaque=(*kind.opaque(module, parts), _hf.PLACE))
     if not isinstance(verdict, Found):
         return _Finding(name, cls, form, "", "kept", verdict) if match == "sure" else None
 
     def act() -> None:
         kept_as = form, verdict.variant
         if _swap.is_installed(module):
-            # Its rotation was replaced before; the new forward does that too.
+            # Its rotation or its gate was replaced before; the new forward does that too.
             mark = module.__dict__["_tigon"]
             kept_as = mark.form, mark.variant
             _swap.uninstall(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -80,18 +80,23 @@ def verify(module: nn.Module, generator: torch.Generator) -> Found:
     argument_of(module)
     if any(argument.default is not None for argument in arguments_of(module)[1:]):
         raise Refused(f"its forward takes ({shown(arguments_of(module))}), the form one tensor")
-    sizes = _projections(module)
     if own(module._parameters) or own(module._buffers):
         raise Refused("it has parameters or buffers of its own, which the form does not know")
-    inner = _with_parameters(module, sizes)
-    intermediate, hidden = sizes[next(_roles(sizes))[2]]
+    inner = _with_parameters(module, _projections(module))
+    return in_small(module, lambda sizes: _chosen(Mlp(module, generator, inner, sizes)))
+
+
+def in_small(module: nn.Module, probe: Callable[[tuple[int, int]], Found]) -> Found:
+    """What `probe` finds at small sizes, hidden and intermediate, or at those that the module has."""
+    projections = _projections(module)
+    intermediate, hidden = projections[next(_roles(projections))[2]]
     try:
-        return _probe_at(module, generator, inner, hidden, _small(hidden, intermediate))
+        return probe(_small(hidden, intermediate))
     except Refused:
         # Numbers in the module may depend on its sizes; at full size there is nothing to guess.
         if hidden * intermediate > 2**22:
             raise
-        return _probe_at(module, generator, inner, hidden, (hidden, intermediate))
+        return probe((hidden, intermediate))
 
 
 def _with_parameters(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> str | None:
@@ -116,16 +121,16 @@ def _small(hidden: int, intermediate: int) -> tuple[int, int]:
     return 8, {hidden: 4}.get(2 * intermediate, {intermediate: 16}.get(2 * hidden, 12))
 
 
-class _Mlp:
+class Mlp:
     """Runs of one MLP with stand-ins for its projections, in small."""
 
     def __init__(
-        self, module: nn.Module, generator: torch.Generator, inner: str | None, hidden: int, small: tuple[int, int]
+        self, module: nn.Module, generator: torch.Generator, inner: str | None, small: tuple[int, int]
     ) -> None:
         sizes = _projections(module)
-        intermediate = sizes[next(_roles(sizes))[2]][0]
+        intermediate, hidden = sizes[next(_roles(sizes))[2]]
         resized = {hidden: small[0], intermediate: small[1], 2 * intermediate: 2 * small[1]}
-        self.module, self.generator, self.width = module, generator, small[0]
+        self.module, self.generator, self.inner, self.width = module, generator, inner, small[0]
         self.attributes = {k: resized[v] for k, v in module.__dict__.items() if type(v) is int and v in resized}
         self.lines = {
             name: _probe.Projection(resized[fan_in], resized[fan_out], generator)
@@ -153,7 +158,7 @@ class _Mlp:
         return y
 
     def reference(self, x: Tensor, mlp: GluSettings, **numbers: float) -> Tensor:
-        values = types.SimpleNamespace(**{**self.module.__dict__, **numbers})
+        values = with_numbers(self.module, numbers)
         up = None if mlp.up is None else self.lines[mlp.up](x)
         y = mlp.how.call(glu_reference, values, self.lines[mlp.gate](x), up)
         return _onward(mlp, values, y, self.lines[mlp.inner] if mlp.inner else None, self.lines[mlp.down])
@@ -162,10 +167,13 @@ class _Mlp:
         return [line.matrix for line in self.lines.values()]
 
 
-def _probe_at(
-    module: nn.Module, generator: torch.Generator, inner: str | None, hidden: int, small: tuple[int, int]
-) -> Found:
-    mlp = _Mlp(module, generator, inner, hidden, small)
+def with_numbers(module: nn.Module, numbers: dict[str, float]) -> types.SimpleNamespace:
+    """The attributes of a module, some of them with other values."""
+    return types.SimpleNamespace(**{**module.__dict__, **numbers})
+
+
+def _chosen(mlp: Mlp) -> Found:
+    module, inner = mlp.module, mlp.inner
     roles = list(_roles(_projections(module)))
     candidates = [
         GluSettings(gate, up, down, how, scale, inner)
@@ -187,7 +195,7 @@ def _probe_at(
     return Found(settings.variant, settings)
 
 
-def _casts(mlp: _Mlp, settings: GluSettings) -> bool:
+def _casts(mlp: Mlp, settings: GluSettings) -> bool:
     """Whether a `down` that is kept in fp32 gets what it needs."""
     down = mlp.lines[settings.down]
     down.dtype, down.strict = torch.float32, True
@@ -205,12 +213,22 @@ def _casts(mlp: _Mlp, settings: GluSettings) -> bool:
 
 def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     mlp = self._tigon.settings
-    others = any(value is not None for value in (*args, *kwargs.values()))
-    changed = any(getattr(self, name) != value for name, value in mlp.only_at)
-    if others or changed or not are_as_probed(self, mlp.passed_over):
+    if not is_known(self, mlp, *args, *kwargs.values()):
         return type(self).forward(self, x, *args, **kwargs)
-    gate = getattr(self, mlp.gate)(x)
-    up = None if mlp.up is None else getattr(self, mlp.up)(x)
+    return from_halves(self, mlp, *halves(self, mlp, x))
+
+
+def is_known(self: nn.Module, mlp: GluSettings, *others: Any) -> bool:
+    """Whether a call, with these arguments besides the first, is one that the probe stands for."""
+    changed = any(getattr(self, name) != value for name, value in mlp.only_at)
+    return not changed and all(value is None for value in others) and are_as_probed(self, mlp.passed_over)
+
+
+def halves(self: nn.Module, mlp: GluSettings, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    return getattr(self, mlp.gate)(x), None if mlp.up is None else getattr(self, mlp.up)(x)
+
+
+def from_halves(self: nn.Module, mlp: GluSettings, gate: Tensor, up: Tensor | None) -> Tensor:
     y = mlp.how.call(glu if is_plain(gate, up) else glu_reference, self, gate, up)
     return _onward(mlp, self, y, getattr(self, mlp.inner) if mlp.inner else None, getattr(self, mlp.down))
 
@@ -221,5 +239,8 @@ def _onward(mlp: GluSettings, values: Any, y: Tensor, inner: nn.Module | None, d
     weight = getattr(down, "weight", None) if mlp.casts else None
     if isinstance(weight, Tensor) and weight.is_floating_point():
         y = y.to(weight.dtype)
-    y = down(y)
+    return scaled(mlp, values, down(y))
+
+
+def scaled(mlp: GluSettings, values: Any, y: Tensor) -> Tensor:
     return y if mlp.scale is None else y * getattr(values, mlp.scale)

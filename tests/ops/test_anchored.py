@@ -161,3 +161,19 @@ def test_takes_this_path() -> None:
         with mock.patch("tigon.ops.linear_cross_entropy._drive_anchored", wraps=_drive_anchored) as spy:
             tigon.linear_cross_entropy(hidden.requires_grad_(), weight, labels, **options)
         assert spy.call_count == count
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_the_entry_of_the_label_is_not_rounded(softcap: float | None) -> None:
+    """It is most of the gradient; the factor of its row makes up for the 16 bits that it is stored in."""
+    logits, labels = torch.randn(16, 1500, dtype=torch.float16), torch.randint(1500, (16,))
+    ce, stats, one = torch.empty(16), torch.empty(16, 2), torch.ones(())
+    stored = logits.clone()
+    factors = _anchored.anchor_rows([stored], labels, ce, stats, one, -100, softcap, None)
+    z = logits.double().requires_grad_()
+    capped = z if softcap is None else softcap * torch.tanh(z / softcap)
+    (exact,) = torch.autograd.grad(torch.nn.functional.cross_entropy(capped, labels, reduction="sum"), z)
+    actual = factors.double().unsqueeze(-1) * stored.double()
+    at = labels.unsqueeze(-1)
+    torch.testing.assert_close(actual.gather(-1, at), exact.gather(-1, at), rtol=3e-6, atol=0)
+    torch.testing.assert_close(actual, exact, rtol=2e-3, atol=1e-7)

@@ -6,9 +6,10 @@
     dz_j = v * e_j,  dz_label = -v * s,     v = dloss / (s + e_label)
 
 Stored in place of z are e and, at the label, -s: both matrix products of the gradient commute with the factor v of
-their rows. Where a tile finds a logit far above the anchor, that becomes the anchor; what was written relative to the
-old one is scaled when the row is finished, so any logits are exact and the host waits for nothing. A label's entry is
-a sum without cancellation, so the relative error of a gradient does not grow as the loss falls.
+their rows, which makes up for the rounding of -s. Where a tile finds a logit far above the anchor, that becomes the
+anchor; what was written relative to the old one is scaled when the row is finished, so any logits are exact and the
+host waits for nothing. A label's entry is a sum without cancellation, so the relative error of a gradient does not
+grow as the loss falls.
 
 The logits may lie in several blocks of columns, each `[rows, columns]` and contiguous (`Blocks`): blocks can share
 memory with the gradient of the weight, of which a part is written when the blocks that were there are used up.
@@ -163,8 +164,11 @@ def _finish_kernel(
         tl.debug_barrier()
 
     label -= first_col
+    # What is next to -1 times the factor of the row is most of the gradient's norm: the factor takes its rounding back.
+    exact = -others * tl.load(label_ptr + 2 * row + 1)
+    rounded = exact.to(e_ptr.dtype.element_ty)
     if (label >= 0) & (label < num_cols):
-        tl.store(e_ptr + label, -others * tl.load(label_ptr + 2 * row + 1))
+        tl.store(e_ptr + label, rounded)
 
     if IS_LAST:
         shift = tl.where(anchor == float("-inf"), 0.0, anchor)
@@ -182,7 +186,9 @@ def _finish_kernel(
         tl.store(stats_ptr + 2 * row, tl.where(z_label == z_label, anchor, float("nan")))
         tl.store(stats_ptr + 2 * row + 1, log_sum)
         dce = tl.load(dce_ptr + row * dce_stride).to(tl.float32)
-        tl.store(factors_ptr + row, dce * scale / total)
+        rounded = rounded.to(tl.float32)
+        correction = tl.where(rounded == 0.0, 1.0, exact / tl.where(rounded == 0.0, 1.0, rounded))
+        tl.store(factors_ptr + row, dce * scale / total * correction)
 
 
 def _tile(num_cols: int) -> tuple[int, int]:

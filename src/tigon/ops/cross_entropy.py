@@ -324,6 +324,9 @@ def _blocks(num_cols: int, has_statistics: bool, has_gradient: bool, has_options
     The statistics are a chain of maxima from block to block, so small blocks, of which more are resident, go first.
     Options need registers, so with them a thread takes fewer elements.
     """
+    if has_statistics and not has_gradient and not has_options and num_cols <= 4096:
+        # Rows so short, those of a tile of classes, are over before a wide program is under way.
+        return min(max(next_power_of_2(num_cols), 128), 1024), 2
     block, num_warps = (4096, 8 if has_gradient or has_options else 4) if has_statistics else (8192, 16)
     needed = max(next_power_of_2(num_cols), 128)
     return (block, num_warps) if needed >= block else (needed, 4 if needed <= 1024 else min(num_warps, 8))

@@ -91,8 +91,11 @@ def test_same_bits_as_glu_and_linear(layout: str, upstream: str, device: torch.d
     shape = (*inputs[0].shape[:-1], inputs[2].shape[0])
     dense = torch.randn(shape, device=device)
     dy = {"sum": None, "dense": dense, "transposed": dense.transpose(0, -1).contiguous().transpose(0, -1)}[upstream]
-    actual = run(tigon.glu_linear, inputs, upstream=dy, **options)
-    assert is_same(actual, run(apart, inputs, upstream=dy, **options))
+    actual, expected = (run(f, inputs, upstream=dy, **options) for f in (tigon.glu_linear, apart))
+    if upstream == "transposed" and inputs[3] is not None:
+        # Of some shapes F.linear adds the bias by itself, whose gradient is then summed in the order of memory.
+        torch.testing.assert_close(actual.pop(), expected.pop())
+    assert is_same(actual, expected)
     assert actual[0].is_contiguous()
 
 

@@ -108,8 +108,11 @@ def test_the_bits_are_those_of_the_separate_operators(how: str, build: Any, batc
 
 
 @pytest.mark.kernels
-def test_the_kernels_keep_no_product(build: Any, batch: Any, step: Any, assert_same_step: Any, spy: Spy) -> None:
-    model = build("Llama", num_hidden_layers=1)
+def test_the_kernels_keep_no_product(
+    build: Any, batch: Any, step: Any, assert_same_step: Any, spy: Spy, device: torch.device
+) -> None:
+    model = build("Llama", num_hidden_layers=1).to(device)
+    batch = {key: value.to(device) for key, value in batch.items()}
     native = step(model, batch)
 
     def wide() -> int:
@@ -560,9 +563,9 @@ def test_a_compiled_model_has_the_fusion_in_one_graph(
 
 
 @pytest.mark.kernels
-def test_a_compiled_mlp_runs_the_kernels_of_the_fusion() -> None:
+def test_a_compiled_mlp_runs_the_kernels_of_the_fusion(device: torch.device) -> None:
     torch._dynamo.reset()
-    mlp, x = Mlp(), torch.randn(3, 4, 16)
+    mlp, x = Mlp().to(device), torch.randn(3, 4, 16, device=device)
     fused(mlp)
     graphs: list[Any] = []
 
@@ -595,12 +598,15 @@ def test_sharded_models_train_as_without_patching(
     unit: str, count: int, when: str, build: Any, batch: Any, spy: Spy, process_group: None
 ) -> None:
     """A layer or an MLP that is sharded as one unit is whole while it runs; a projection by itself is not."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
 
     def sharded(model: nn.Module) -> nn.Module:
         for layer in model.model.layers:
-            fully_shard({"layer": layer, "mlp": layer.mlp, "down_proj": layer.mlp.down_proj}[unit])
-        fully_shard(model)
+            fully_shard({"layer": layer, "mlp": layer.mlp, "down_proj": layer.mlp.down_proj}[unit], mesh=mesh)
+        fully_shard(model, mesh=mesh)
         return model
 
     def train(model: nn.Module) -> list[Tensor]:

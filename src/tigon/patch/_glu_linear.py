@@ -69,8 +69,7 @@ def why_called(down: nn.Module) -> str:
     if "forward" in down.__dict__ or nn.Linear.forward is not _FORWARD or nn.Linear.__call__ is not _CALL:
         return "has another forward than nn.Linear"
     hooks = down._forward_hooks or down._forward_pre_hooks or down._backward_hooks or down._backward_pre_hooks
-    # A compiler calls no hook that is called for every module.
-    if hooks or (not torch.compiler.is_compiling() and _swap.watched_by_all()):
+    if hooks or _swap.watched_by_all():
         return "has hooks"
     return ""
 

@@ -12,7 +12,8 @@ from torch import Tensor
 import tigon
 from tigon.ops import _anchored
 from tigon.ops._anchored import plan_blocks
-from tigon.ops.linear_cross_entropy import _drive_anchored, linear_cross_entropy_reference
+from tigon.ops._linear_cross_entropy import drive_anchored
+from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.testing import assert_within_budget
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -85,9 +86,9 @@ def test_logits_in_the_memory_of_dweight(rows: int, logit_scale: float | None, s
     places = []
     place = _anchored.place_blocks
     with (
-        mock.patch("tigon.ops.linear_cross_entropy.place_blocks", lambda *a: places.append(a) or place(*a)),
-        mock.patch("tigon.ops.linear_cross_entropy._SUM_BYTES", 4 * 20 * rows),
-        mock.patch("tigon.ops.linear_cross_entropy.TILE_ROWS", 16),
+        mock.patch("tigon.ops._linear_cross_entropy.place_blocks", lambda *a: places.append(a) or place(*a)),
+        mock.patch("tigon.ops._linear_cross_entropy._SUM_BYTES", 4 * 20 * rows),
+        mock.patch("tigon.ops._linear_cross_entropy.TILE_ROWS", 16),
     ):
         plan = plan_blocks(48, 20, 1500)
         _compare(
@@ -158,7 +159,7 @@ def test_classes_that_are_excluded() -> None:
 def test_takes_this_path() -> None:
     hidden, weight, labels = _case(5, 8, 40, 1.0)
     for options, count in (({}, 1), ({"label_smoothing": 0.1}, 0), ({"z_loss": 0.1}, 0), ({"reduction": "none"}, 0)):
-        with mock.patch("tigon.ops.linear_cross_entropy._drive_anchored", wraps=_drive_anchored) as spy:
+        with mock.patch("tigon.ops.linear_cross_entropy.drive_anchored", wraps=drive_anchored) as spy:
             tigon.linear_cross_entropy(hidden.requires_grad_(), weight, labels, **options)
         assert spy.call_count == count
 

@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tigon
+from tigon.ops import _linear_cross_entropy as drivers
 from tigon.ops import linear_cross_entropy_reference
+from tigon.ops._projection import chunk_rows, row_stride
 from tigon.testing import assert_within_budget, poison
 
 # `tigon.ops.linear_cross_entropy` as an attribute is the function.
@@ -345,7 +347,7 @@ def test_tied_weight_gets_both_gradients(backend: str) -> None:
 
 
 def test_chunks_are_even_and_fit() -> None:
-    rows = module.chunk_rows
+    rows = chunk_rows
     assert rows(8192, 128_256 * 2, 1 << 30) == 4096
     assert rows(8192, 256_000 * 2, 1 << 30) == 2048
     assert rows(8192, 32_000 * 2, 1 << 30) == 8192
@@ -377,8 +379,8 @@ def test_result_does_not_depend_on_chunks(backend: str) -> None:
 
 def test_padding_between_rows_of_logits_is_left_out(backend: str) -> None:
     """Accelerators get rows of a multiple of 16 logits; what lies between them is never read."""
-    assert module.row_stride(129, torch.device("cuda")) == 144
-    assert module.row_stride(129, torch.device("cpu")) == 129
+    assert row_stride(129, torch.device("cuda")) == 144
+    assert row_stride(129, torch.device("cpu")) == 129
     hidden, weight, labels = _inputs(9, 8, 33)
     expected = _run(tigon.linear_cross_entropy, hidden, weight, labels, torch.ones(33), max_logits_bytes=4 * 48 * 4)
     with mock.patch.object(module, "row_stride", return_value=48), poison():
@@ -394,7 +396,7 @@ def test_memory_stays_within_the_promise(rows: int, dtype: torch.dtype) -> None:
     """No tensor over the classes is larger than asked for, neither with gradients nor without."""
     hidden, weight, labels = _inputs(64, 8, 1000, dtype=dtype)
     limit = rows * 1000 * dtype.itemsize
-    with tigon.backend("torch"), mock.patch.object(module, "CPU_SLICE_LOGITS", 1000), _Spy() as spy:
+    with tigon.backend("torch"), mock.patch.object(drivers, "CPU_SLICE_LOGITS", 1000), _Spy() as spy:
         tigon.linear_cross_entropy(
             hidden.requires_grad_(),
             weight.requires_grad_(),

@@ -630,3 +630,91 @@ def test_the_divisor_costs_no_precision(divisor: int) -> None:
         # The projection of the error on the gradient itself: zero but for what systematic rounding leaves.
         bias = ((leaf.grad.double() - exact.grad) * exact.grad).sum() / exact.grad.square().sum()
         assert abs(bias) < 4e-4
+
+
+# Weights of rows, and rows that are skipped.
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("memory", ["default", "min"])
+@pytest.mark.parametrize("skip_ignored", [False, True])
+def test_token_weight(reduction: str, memory: str, skip_ignored: bool, backend: str) -> None:
+    hidden, weight, labels = _inputs(9, 8, 40)
+    factors, bias = torch.linspace(-1, 2, 9), torch.randn(40)
+    factors[labels == -100] = NAN
+    options = {"reduction": reduction, "token_weight": factors, "num_items": 5 if reduction == "mean" else None}
+    expected = _run(linear_cross_entropy_reference, hidden, weight, labels, bias, **options)
+    ways = {"memory": memory, "skip_ignored": skip_ignored}
+    for a, b in zip(
+        _run(tigon.linear_cross_entropy, hidden, weight, labels, bias, **options, **ways), expected, strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_token_weight_is_the_weight_of_a_rows_loss(backend: str) -> None:
+    hidden, weight, labels = _inputs(9, 8, 40)
+    factors = torch.rand(9)
+    for z_loss in (0.0, 0.1):
+        rows = tigon.linear_cross_entropy(hidden, weight, labels, reduction="none", z_loss=z_loss)
+        total = tigon.linear_cross_entropy(hidden, weight, labels, token_weight=factors, z_loss=z_loss)
+        torch.testing.assert_close(total, (rows * factors).sum() / (labels != -100).sum())
+
+
+@pytest.mark.parametrize("shape", [(9,), (3, 3)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_skipped_rows_are_not_computed(reduction: str, shape: tuple[int, ...], backend: str) -> None:
+    hidden, weight, labels = _inputs(9, 8, 40)
+    labels[5:] = -100
+    hidden[labels == -100] = NAN
+    given = hidden.view(*shape, 8), weight, labels.view(shape)
+    options = {"reduction": reduction, "z_loss": 0.1, "return_z_loss": True}
+    expected = tigon.linear_cross_entropy(*given, **options)
+    forward, rows = module._fwd, []
+    with mock.patch.object(module, "_fwd", lambda h, *rest: rows.append(h.shape[0]) or forward(h, *rest)):
+        actual = tigon.linear_cross_entropy(*given, skip_ignored=True, **options)
+    assert rows == [4]
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    leaves = given[0].clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = tigon.linear_cross_entropy(*leaves, given[2], skip_ignored=True, reduction="sum")
+    dhidden, dweight = torch.autograd.grad(loss, leaves)
+    assert (dhidden[given[2] == -100] == 0).all()
+    kept = labels != -100
+    exact = _run(linear_cross_entropy_reference, hidden[kept], weight, labels[kept], reduction="sum")
+    torch.testing.assert_close(dhidden[given[2] != -100], exact[1])
+    torch.testing.assert_close(dweight, exact[2])
+
+
+def test_all_rows_skipped(backend: str) -> None:
+    hidden, weight, labels = _inputs(5, 8, 40)
+    for a in _run(tigon.linear_cross_entropy, hidden, weight, torch.full_like(labels, -100), skip_ignored=True):
+        assert (a == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token_weight": torch.ones(4)}, r"token_weight: expected shape \(5,\), got \(4,\)"),
+        ({"token_weight": torch.ones(5, requires_grad=True)}, "token_weight: expected no requires_grad"),
+        (
+            {"token_weight": torch.ones(5), "class_weight": torch.ones(40)},
+            "token_weight: expected None with class_weight",
+        ),
+        ({"token_weight": torch.ones(5, dtype=torch.int64)}, "token_weight: expected"),
+    ],
+)
+def test_weights_of_rows_are_checked(options: dict[str, Any], message: str) -> None:
+    hidden, weight, labels = _inputs(5, 8, 40)
+    options = {
+        k: v.to(hidden.device) if isinstance(v, Tensor) and not v.requires_grad else v for k, v in options.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        tigon.linear_cross_entropy(hidden, weight, labels, **options)
+
+
+def test_skipping_is_refused_while_compiling() -> None:
+    torch._dynamo.reset()
+    hidden, weight, labels = _inputs(5, 8, 40)
+    compiled = torch.compile(tigon.linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="skip_ignored: expected False while a compiler or a graph records"):
+        compiled(hidden, weight, labels, skip_ignored=True)

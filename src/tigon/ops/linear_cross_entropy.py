@@ -94,24 +94,34 @@ def linear_cross_entropy_reference(
     return_z_loss: bool = False,
     max_logits_bytes: int | None = None,
     memory: Memory = "default",
+    token_weight: Tensor | None = None,
+    skip_ignored: bool = False,
 ) -> Tensor | CrossEntropyOutput:
     # What an ignored row holds must not reach dweight, where 0 * inf is NaN.
     hidden = hidden.masked_fill((labels == ignore_index).unsqueeze(-1), 0.0)
     logits = F.linear(hidden, weight, bias)
     if logit_scale is not None:
         logits = logits.to(wide_dtype(logits.dtype)) * logit_scale
-    return cross_entropy_reference(
-        logits,
-        labels,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        class_weight=class_weight,
-        reduction=reduction,
-        num_items=num_items,
-        return_z_loss=return_z_loss,
-    )
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "class_weight": class_weight,
+        "return_z_loss": return_z_loss,
+    }
+    if token_weight is None:
+        return cross_entropy_reference(logits, labels, reduction=reduction, num_items=num_items, **options)
+    rows = cross_entropy_reference(logits, labels, reduction="none", **options)
+    wide = wide_dtype(logits.dtype)
+    w = token_weight.to(wide).masked_fill(labels == ignore_index, 0.0)
+    divisor = mean_divisors(labels, None, ignore_index, num_items, wide)[0] if reduction == "mean" else 1.0
+    weighted = [w * t if reduction == "none" else (w * t).sum() / divisor for t in _as_tuple(rows)]
+    return CrossEntropyOutput(*weighted) if return_z_loss else weighted[0]
+
+
+def _as_tuple(out: Tensor | CrossEntropyOutput) -> tuple[Tensor, ...]:
+    return (out,) if isinstance(out, Tensor) else tuple(out)
 
 
 # ---- kernels ----
@@ -275,6 +285,7 @@ class _ScalarLoss(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         class_weight: Tensor | None,
+        token_weight: Tensor | None,
         divisor: Tensor,
         squares_divisor: Tensor | None,
         returns_z_loss: bool,
@@ -282,21 +293,23 @@ class _ScalarLoss(torch.autograd.Function):
         settings: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, ...]:
         inputs = hidden, weight, bias, labels, class_weight
-        one = divisor.new_ones(())
+        dsquares = divisor.new_ones(()) if token_weight is None else token_weight
         if squares_divisor is None:
-            dce, factor = one, divisor.reciprocal()
+            dce, factor = dsquares, divisor.reciprocal()
         else:
-            dce, factor = squares_divisor / divisor, squares_divisor.reciprocal()
-        ce, squares, stats, *gradients = _fwd(*inputs, dce, one, factor, *settings)
+            dce, factor = dsquares * (squares_divisor / divisor), squares_divisor.reciprocal()
+        ce, squares, stats, *gradients = _fwd(*inputs, dce, dsquares, factor, *settings)
         ctx.settings, ctx.is_traced = settings, is_traced
         if is_traced:
             ctx.save_for_backward(*gradients, factor)
         else:
             # Not saved tensors: backward takes them out, so that nothing else holds them when it hands them over.
             ctx.gradients = gradients
-            ctx.save_for_backward(*inputs, stats, dce, factor)
+            ctx.save_for_backward(*inputs, stats, dce, dsquares, factor)
             ctx.set_materialize_grads(False)
         divisors = divisor, divisor if squares_divisor is None else squares_divisor
+        if token_weight is not None:
+            ce, squares = ce * token_weight, squares * token_weight if settings[2] else squares
         out = reduce_rows(ce, squares if settings[2] else None, divisors, "sum", returns_z_loss)
         return tuple(out) if returns_z_loss else out  # type: ignore[return-value]
 
@@ -315,12 +328,12 @@ class _ScalarLoss(torch.autograd.Function):
                 multiply_(gradient, gradient_factor, ctx.settings[4])
         else:
             # The z-loss has an upstream gradient of its own, or this is not the first backward.
-            *inputs, stats, dce, factor = ctx.saved_tensors
+            *inputs, stats, dce, dsquares, factor = ctx.saved_tensors
             dloss = torch.zeros_like(factor) if dloss is None else dloss
-            dsquares = dloss if dz_loss is None else dloss + dz_loss
-            gradients = _bwd(*inputs, stats, dloss * dce * factor, dsquares * factor, *ctx.settings)
+            dsum = dloss if dz_loss is None else dloss + dz_loss
+            gradients = _bwd(*inputs, stats, dloss * factor * dce, dsum * factor * dsquares, *ctx.settings)
         wanted = (g if is_needed else None for g, is_needed in zip(gradients, ctx.settings[0], strict=True))
-        return *wanted, None, None, None, None, None, None, None
+        return *wanted, *[None] * 8
 
 
 # ---- public ----
@@ -328,6 +341,33 @@ class _ScalarLoss(torch.autograd.Function):
 
 def _supports(hidden: Tensor, weight: Tensor | None = None, labels: Tensor | None = None, **_: Any) -> list[str]:
     return ["float64 is computed in plain torch"] if hidden.dtype == torch.float64 else []
+
+
+def _of_valid_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    ignore_index: int,
+    reduction: Reduction,
+    **options: Any,
+) -> Tensor | CrossEntropyOutput:
+    """`linear_cross_entropy` of the rows that are not ignored, whose number the host waits for."""
+    flat = labels.reshape(-1)
+    index = (flat != ignore_index).nonzero().squeeze(-1)
+    out = linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]).index_select(0, index),
+        weight,
+        flat[index],
+        ignore_index=ignore_index,
+        reduction=reduction,
+        token_weight=None if token_weight is None else token_weight.reshape(-1)[index],
+        **options,
+    )
+    if reduction != "none":
+        return out
+    whole = [t.new_zeros(flat.shape).index_copy(0, index, t).view(labels.shape) for t in _as_tuple(out)]
+    return CrossEntropyOutput(*whole) if isinstance(out, CrossEntropyOutput) else whole[0]
 
 
 @op(reference=linear_cross_entropy_reference, supports=_supports)
@@ -348,6 +388,8 @@ def linear_cross_entropy(
     return_z_loss: bool = False,
     max_logits_bytes: int | None = None,
     memory: Memory = "default",
+    token_weight: Tensor | None = None,
+    skip_ignored: bool = False,
 ) -> Tensor | CrossEntropyOutput:
     """Cross entropy of `hidden @ weight.T` against `labels`, without storing the logits.
 
@@ -375,6 +417,10 @@ def linear_cross_entropy(
         memory: "min" computes logits by tiles of rows and classes of at most 64 MiB (or `max_logits_bytes`), once for
             the loss and once more in backward: four products and no other tensor of the size of `weight` than its
             gradient. Not with `label_smoothing` and `class_weight` at once.
+        token_weight: `[...]`, factor of the cross entropy and the z-loss of each row; changes no divisor and gets no
+            gradient. Not with `class_weight`.
+        skip_ignored: compute only the rows that are not ignored. The host waits for their number, so not while a
+            compiler or a CUDA graph records; worth it where more than a few percent are ignored.
 
     Returns:
         Scalar fp32 (fp64 for fp64 inputs), or `[...]` for reduction "none"; with `return_z_loss` the named tuple
@@ -423,7 +469,34 @@ def linear_cross_entropy(
     row_bytes = row_stride(num_classes, hidden.device) * dtype.itemsize
     expected = f"at least {row_bytes}, one row of logits"
     require(max_logits_bytes >= row_bytes, name, "max_logits_bytes", expected, max_logits_bytes)
+    if token_weight is not None:
+        require_floating(name, token_weight=token_weight)
+        require_same_device(name, hidden=hidden, token_weight=token_weight)
+        require(token_weight.shape == rows, name, "token_weight", f"shape {tuple(rows)}", tuple(token_weight.shape))
+        require(not token_weight.requires_grad, name, "token_weight", "no requires_grad", "a tensor that has it")
+        require(class_weight is None, name, "token_weight", "None with class_weight", "a tensor")
     labels = checked_labels(name, labels, num_classes, ignore_index)
+    if skip_ignored:
+        is_unseen = _op.is_traced(hidden) or (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
+        require(not is_unseen, name, "skip_ignored", "False while a compiler or a graph records", skip_ignored)
+        return _of_valid_rows(
+            hidden,
+            weight,
+            labels,
+            token_weight,
+            ignore_index,
+            reduction,
+            bias=bias,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            class_weight=class_weight,
+            num_items=num_items,
+            logit_scale=logit_scale,
+            return_z_loss=return_z_loss,
+            max_logits_bytes=max_logits_bytes,
+            memory=memory,
+        )
 
     has_kernel = not runs_reference(name, hidden, weight, labels, bias=bias)
     if not has_kernel and any(is_foreign(t) for t in (hidden, weight, labels, bias)):
@@ -441,6 +514,7 @@ def linear_cross_entropy(
             num_items=num_items,
             logit_scale=logit_scale,
             return_z_loss=return_z_loss,
+            token_weight=token_weight,
         )
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
     scale = None if logit_scale is None else float(logit_scale)
@@ -452,6 +526,7 @@ def linear_cross_entropy(
     wide = wide_dtype(dtype)
     divisors = mean_divisors(labels, class_weight, ignore_index, num_items, wide) if reduction == "mean" else None
     inputs = hidden, weight, bias, labels, class_weight
+    weights = None if token_weight is None else token_weight.to(wide).masked_fill(labels == ignore_index, 0.0)
     returns_z_loss = return_z_loss and z_loss != 0
     is_traced = _op.is_traced(hidden)
     # A traced graph asks for the gradient of every output, so that the one of the z-loss would be known late.
@@ -459,7 +534,7 @@ def linear_cross_entropy(
     if any(needs) and not is_late:
         divisor, squares_divisor = divisors or (labels.new_ones((), dtype=wide), None)
         squares_divisor = None if squares_divisor is divisor else squares_divisor
-        out = _ScalarLoss.apply(*inputs, divisor, squares_divisor, returns_z_loss, is_traced, settings)
+        out = _ScalarLoss.apply(*inputs, weights, divisor, squares_divisor, returns_z_loss, is_traced, settings)
         if returns_z_loss:
             return CrossEntropyOutput(*out)
         return CrossEntropyOutput(out, torch.zeros_like(out)) if return_z_loss else out
@@ -469,4 +544,6 @@ def linear_cross_entropy(
     else:
         ce, squares, *_ = _fwd(*inputs, None, None, None, *settings)
         squares = squares if z_loss else None
+    if weights is not None:
+        ce, squares = ce * weights, None if squares is None else squares * weights
     return reduce_rows(ce, squares, divisors, reduction, return_z_loss)

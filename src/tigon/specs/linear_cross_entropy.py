@@ -23,6 +23,17 @@ def head_inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
     }
 
 
+def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
+    weighted = make.randn(case.M, dtype=torch.float32) if case.sizes.get("token_weight") else None
+    return {**head_inputs(case, make), "token_weight": weighted}
+
+
+def _no_token_weight(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, token_weight: Tensor | None = None, **options: Any
+) -> Any:
+    return linear_cross_entropy_reference(hidden, weight, labels, **options)
+
+
 def head_cost(case: Case, itemsize: int) -> Cost:
     # Logits that stay within a chunk need not cross memory; a gradient of 1 leaves nothing to do in backward.
     product = 2 * case.M * case.D * case.V
@@ -124,6 +135,10 @@ SPEC = OpSpec(
             {"M": 9, "D": 16, "V": 140, "class_weight": 1},
             {"memory": "min", "max_logits_bytes": 128 * 9 * 4, "reduction": "none"},
         ),
+        Case("token_weight", {"M": 19, "D": 16, "V": 65, "token_weight": 1}, {"z_loss": 1e-2, "return_z_loss": True}),
+        Case(
+            "skip_ignored", {"M": 19, "D": 16, "V": 65, "token_weight": 1}, {"skip_ignored": True, "reduction": "none"}
+        ),
         Case("hidden_4096", {"M": 8192, "D": 4096, "V": 128256}, models_only=True),
         Case("hidden_4096_min", {"M": 8192, "D": 4096, "V": 128256}, {"memory": "min"}, models_only=True),
         Case("hidden_2304", {"M": 8192, "D": 2304, "V": 256000}, models_only=True),
@@ -132,7 +147,7 @@ SPEC = OpSpec(
         Case("hidden_1024", {"M": 8192, "D": 1024, "V": 151936}, models_only=True),
         Case("hidden_1024_min", {"M": 8192, "D": 1024, "V": 151936}, {"memory": "min"}, models_only=True),
     ),
-    inputs=head_inputs,
+    inputs=_inputs,
     differentiable=("hidden", "weight", "bias"),
     empty=Case("empty", {"M": 0, "D": 8, "V": 64, "bias": 1}),
     cost=head_cost,
@@ -142,6 +157,7 @@ SPEC = OpSpec(
         Mutation("scale ignored", _no_scale),
         Mutation("label smoothing ignored", _no_smoothing),
         Mutation("dweight of the last chunk alone", _dweight_of_last_chunk),
+        Mutation("token_weight ignored", _no_token_weight),
         Mutation("mean of the means of chunks", _chunks_averaged),
     ),
     # The loss is one number from nine rows: the reference's own error in it is one draw, which may be next to zero.

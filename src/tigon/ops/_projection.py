@@ -96,7 +96,7 @@ _wide_product: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 def has_wide_product(a: Tensor) -> bool:
     """True where torch adds a product of 16-bit matrices into an fp32 matrix; tried once, which waits for nothing."""
-    if a.device.type != "cuda":
+    if a.device.type not in ("cuda", "meta"):
         return False
     key = a.device, a.dtype
     if key not in _wide_product:

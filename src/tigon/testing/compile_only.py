@@ -237,6 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="may be repeated; all when left out")
     parser.add_argument("--op", action="append", help="may be repeated; all when left out")
     parser.add_argument("--dtype", action="append", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--once", action="store_true", help="each kernel at its first launch in a dtype, no other")
     chosen = parser.parse_args(argv)
     if not HAS_TRITON or INTERPRETED:
         parser.error("needs Triton, and TRITON_INTERPRET unset")
@@ -248,13 +249,14 @@ def main(argv: list[str] | None = None) -> int:
             if chosen.op and spec.name not in chosen.op:
                 continue
             for case in cases_to_compile(spec):
-                for launch in [
-                    la for d in dtypes for la in launches_of(spec, case, getattr(torch, d), _capability(target))
+                for dtype, launch in [
+                    (d, la) for d in dtypes for la in launches_of(spec, case, getattr(torch, d), _capability(target))
                 ]:
                     seen.add(launch.name)
-                    if (launch, target) in seen:
+                    key = (launch.name, dtype, target) if chosen.once else (launch, target)
+                    if key in seen:
                         continue
-                    seen.add((launch, target))
+                    seen.add(key)
                     start = time.perf_counter()
                     try:
                         compiled = compile_for(launch, target)

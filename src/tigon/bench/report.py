@@ -47,8 +47,8 @@ def markdown_table(rows: Sequence[Row]) -> str:
     """Forward plus backward of each case, all implementations side by side, with what is needed to repeat it."""
     shown = [name for name in _SHOWN if any(r.implementation == name for r in rows)]
     lines = [
-        "| operator | size | " + " | ".join(shown) + " | tigon, of the roof | peak MiB, tigon / liger |",
-        "|---|---|" + "---|" * (len(shown) + 2),
+        "| operator | size | " + " | ".join(shown) + " | tigon, of the roof | best other | peak MiB, tigon / liger |",
+        "|---|---|" + "---|" * (len(shown) + 3),
     ]
     for (op, case, mode), found in _cases(rows).items():
         ours = found.get(OURS)
@@ -63,7 +63,10 @@ def markdown_table(rows: Sequence[Row]) -> str:
         liger = found.get("liger")
         peak = f"{ours.peak_mib:.0f} / {liger.peak_mib:.0f}" if liger else f"{ours.peak_mib:.0f}"
         label = f"{op}, {case}"
-        lines.append(f"| {label} | {_size(ours)} | {' | '.join(cells)} | {_percent(ours):.0f} % | {peak} |")
+        others = {n: _percent(r) for n, r in found.items() if n in _SHOWN and n != OURS}
+        best = max(others, key=others.__getitem__, default=None)
+        best = "-" if best is None else f"{best} {others[best]:.0f} %"
+        lines.append(f"| {label} | {_size(ours)} | {' | '.join(cells)} | {_percent(ours):.0f} % | {best} | {peak} |")
     some = next(iter(rows))
     lines += [
         "",

@@ -8,8 +8,9 @@ from torch import Tensor
 from ._launch import cdiv, launch, next_power_of_2
 from ._triton import tl, triton
 
-# Few columns, so that even narrow gradients occupy many multiprocessors; a program reads all its rows at once.
-_BLOCK_N, _MAX_BLOCK_P = 16, 512
+# A program reads all its rows at once, of few columns, so that even narrow gradients occupy many multiprocessors; of as
+# many as make a tile where the rows are few.
+_MIN_BLOCK_N, _MAX_BLOCK_P, _TILE = 16, 512, 2048
 
 
 @triton.jit
@@ -38,16 +39,18 @@ def _sum_partials_kernel(
 
 def _launch_sum(partial: Tensor, out: Tensor, num_parts: int) -> None:
     num_partials, num_cols = partial.shape
+    block_p = min(_MAX_BLOCK_P, next_power_of_2(num_partials))
+    block_n = max(_MIN_BLOCK_N, min(_TILE // block_p, next_power_of_2(num_cols)))
     launch(
         _sum_partials_kernel,
-        (cdiv(num_cols, _BLOCK_N), num_parts),
+        (cdiv(num_cols, block_n), num_parts),
         partial,
         out,
         num_partials,
         num_cols,
         HAS_PARTS=num_parts > 1,
-        BLOCK_P=min(_MAX_BLOCK_P, next_power_of_2(num_partials)),
-        BLOCK_N=_BLOCK_N,
+        BLOCK_P=block_p,
+        BLOCK_N=block_n,
         num_warps=8,
     )
 

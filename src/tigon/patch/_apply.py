@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -102,6 +102,7 @@ def patch(
     skip: Iterable[str] | None = None,
     fuse: Iterable[str] = (),
     strict: bool = False,
+    loss_options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Make a model use the fused operators wherever it computes exactly what they do.
 
@@ -119,16 +120,20 @@ def patch(
             keys and their rotation; "glu_linear", in a gated MLP the product and the projection back, if that is a
             plain `nn.Linear`, so that no product is kept for backward. Each is verified in a trial run of the module.
         strict: raise, and change nothing, when something that is surely a form cannot be replaced, or nothing can.
+        loss_options: how, not what, the fused loss computes: values for some of "memory", "max_logits_bytes" and
+            "skip_ignored", as in `linear_cross_entropy`. None keeps what an earlier call has set, a mapping replaces
+            all of it, `{}` by the defaults. "skip_ignored" is left off while a compiler or a CUDA graph records.
 
     Returns:
         A `Report`; `print(report)` shows what was replaced, what was kept, and why.
 
     Raises:
-        ValueError: `model` is no module, a name in `only`, `skip` or `fuse` fits nothing, or `strict` found something
-            kept or nothing at all.
+        ValueError: `model` is no module, a name in `only`, `skip` or `fuse` fits nothing, `strict` found something
+            kept or nothing at all, or `loss_options` has something else or finds no loss that is fused.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"patch: model: expected a torch.nn.Module, got {type(model).__name__}")
+    options = _head.checked_loss_options("patch", loss_options)
     modules = list(model.named_modules())
     choice = _Choice(only, skip, fuse, [name for name, _ in modules])
     findings = _findings(modules, choice)
@@ -137,11 +142,14 @@ def patch(
         raise ValueError(f"patch: strict: expected something to replace, got\n{report}")
     if strict and report.kept:
         raise ValueError(f"patch: strict: expected every form to be replaced, got\n{report}")
+    heads = [] if options is None else _heads_for(options, findings, modules, report)
     before = [(module, _swap.put_on(module)) for _, module in modules]
     try:
         for finding in findings:
             if finding.act is not None:
                 finding.act()
+        for head in heads:
+            _head.set_loss_options(head, options or {})
         _link(modules)
     except BaseException:
         # What an earlier call has replaced stays so.
@@ -155,6 +163,26 @@ def patch(
         # A warning is shown on stderr even where logging is not configured.
         logger.warning("tigon.patch: %s", report)
     return report
+
+
+def _heads_for(
+    options: dict[str, Any], findings: list[_Finding], modules: list[tuple[str, nn.Module]], report: Report
+) -> list[nn.Module]:
+    """The output layers whose losses are to compute with these options, at least one."""
+    by_name, heads = dict(modules), []
+    for finding in findings:
+        if finding.form != LOSS or finding.verdict != "replaced":
+            continue
+        head = _hf.output_layer(by_name[finding.name])
+        # One that was adapted or exchanged after patching gives real logits.
+        if head is not None and (finding.act is not None or (_head.is_linear(head) and _swap.is_installed(head))):
+            _head.require_a_row("patch", head, options)
+            heads.append(head)
+    if not heads:
+        changed = "one whose output layer was adapted or exchanged after patching: unpatch it first"
+        got = changed if report.loss == "fused" else f"\n{report}"
+        raise ValueError(f"patch: loss_options: expected a model whose loss is fused, got {got}")
+    return heads
 
 
 # What else to undo on every module: put here by who puts more on a model than a swap.
@@ -433,7 +461,7 @@ def _loss(name: str, module: nn.Module, choice: _Choice, modules: list[tuple[str
         _swap.install(module, LOSS, "deferred logits", settings, function)
         if not _swap.is_installed(head):
             function = _swap.like(_head.head_forward, type(head).forward)
-            _swap.install(head, LOSS, "", (), function)
+            _swap.install(head, LOSS, "", _head.HeadSettings(_head.loss_options_of(head)), function)
         if shifts:
             module.__dict__["_loss_function"] = _head.causal_lm_loss
 

@@ -14,14 +14,17 @@ import inspect
 import itertools
 import types
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..ops._check import require, require_one_of
+from ..ops._op import is_traced
+from ..ops._projection import row_stride
+from ..ops.linear_cross_entropy import MEMORIES, linear_cross_entropy
 from . import _dispatch, _hf
 from ._deferred import WRAPPERS, Deferred, real
 from ._forms import _is_plain
@@ -316,6 +319,64 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and value != 0
 
 
+# ---- how the loss computes ----
+
+# Arguments of the fused loss that change how it is computed and not what.
+LOSS_OPTIONS = ("memory", "max_logits_bytes", "skip_ignored")
+
+
+class HeadSettings(NamedTuple):
+    """With the output layer, since every fused loss is computed in a call of it."""
+
+    loss_options: dict[str, Any]
+
+
+def checked_loss_options(function: str, options: Any) -> dict[str, Any] | None:
+    """A copy of the options; ValueError where the fused loss would not take them."""
+    if options is None:
+        return None
+    require(isinstance(options, Mapping), function, "loss_options", "a mapping or None", repr(options))
+    for name, value in options.items():
+        require_one_of(function, "loss_options", name, LOSS_OPTIONS)
+        argument = f"loss_options[{name!r}]"
+        if name == "memory":
+            require_one_of(function, argument, value, MEMORIES)
+        elif name == "skip_ignored":
+            require(isinstance(value, bool), function, argument, "True or False", repr(value))
+        elif value is not None:
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            require(is_int and value > 0, function, argument, "a positive int or None", repr(value))
+    return dict(options)
+
+
+def require_a_row(function: str, head: nn.Module, options: dict[str, Any]) -> None:
+    """Raise where the logits of one row of `head` exceed `max_logits_bytes`."""
+    given = options.get("max_logits_bytes")
+    if given is not None:
+        row_bytes = row_stride(head.out_features, head.weight.device) * head.weight.dtype.itemsize
+        expected = f"at least {row_bytes}, one row of logits"
+        require(given >= row_bytes, function, "loss_options['max_logits_bytes']", expected, given)
+
+
+def loss_options_of(head: nn.Module) -> dict[str, Any]:
+    """What is set, also on a pickle of a patched output layer, whose forward is native again."""
+    mark = head.__dict__.get("_tigon")
+    return mark.settings.loss_options if mark is not None and isinstance(mark.settings, HeadSettings) else {}
+
+
+def set_loss_options(head: nn.Module, options: dict[str, Any]) -> None:
+    head.__dict__["_tigon"] = head.__dict__["_tigon"]._replace(settings=HeadSettings(dict(options)))
+
+
+def _loss_options_now(head: nn.Module, hidden: Tensor) -> dict[str, Any]:
+    options = head._tigon.settings.loss_options
+    if not options.get("skip_ignored"):
+        return options
+    # What records a graph cannot wait for the number of rows, and the operator would refuse.
+    is_recorded = is_traced(hidden) or (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
+    return {**options, "skip_ignored": False} if is_recorded else options
+
+
 # ---- the three functions that are put on a model ----
 
 
@@ -367,7 +428,8 @@ def _loss_of(head: nn.Module, hidden: Tensor, request: _LossRequest) -> Tensor:
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return linear_cross_entropy(hidden, weight, request.labels, bias=bias, **request.options)
+    options = {**request.options, **_loss_options_now(head, hidden)}
+    return linear_cross_entropy(hidden, weight, request.labels, bias=bias, **options)
 
 
 def rows_of_labels(

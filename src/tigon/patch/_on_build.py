@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from ._apply import lock, patch
+from ._head import checked_loss_options
 from .report import Report
 
 # By class, what is asked of it, oldest first.
@@ -71,6 +72,7 @@ def patch_on_build(
     skip: Iterable[str] | None = None,
     fuse: Iterable[str] = (),
     strict: bool = False,
+    loss_options: Mapping[str, Any] | None = None,
 ) -> PatchOnBuild:
     """Patch every model of a class when its `__init__` has finished, whoever builds it.
 
@@ -81,21 +83,24 @@ def patch_on_build(
 
     Args:
         cls: a module class.
-        only, skip, fuse, strict: as in `patch`; with `strict` it is the constructor that raises.
+        only, skip, fuse, strict, loss_options: as in `patch`; with `strict`, and where the loss is not fused, it is the
+            constructor that raises.
 
     Returns:
         A handle with `remove()`, which can also be used in a `with` statement. Asked twice, a model is patched once,
         for what either asks; each handle ends its own part.
 
     Raises:
-        ValueError: `cls` is no module class.
+        ValueError: `cls` is no module class, or `loss_options` has something else than `patch` takes.
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise ValueError(f"patch_on_build: cls: expected a class of torch.nn.Module, got {cls!r}")
     only, skip, fuse = (
         None if names is None else [names] if isinstance(names, str) else list(names) for names in (only, skip, fuse)
     )
-    return PatchOnBuild(cls, {"only": only, "skip": skip, "fuse": fuse, "strict": strict}).start()
+    loss_options = checked_loss_options("patch_on_build", loss_options)
+    options = {"only": only, "skip": skip, "fuse": fuse, "strict": strict, "loss_options": loss_options}
+    return PatchOnBuild(cls, options).start()
 
 
 def _patching(cls: type[nn.Module], native: Callable[..., None], inherited: bool) -> Callable[..., None]:

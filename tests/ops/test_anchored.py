@@ -68,7 +68,7 @@ def _compare(hidden: Tensor, weight: Tensor, labels: Tensor, **options: object) 
     leaves = [t.requires_grad_() for t in (hidden.clone(), weight.clone())]
     loss = tigon.linear_cross_entropy(*leaves, labels, **options)
     actual = [loss.detach(), *torch.autograd.grad(loss, leaves)]
-    plain = {k: v for k, v in options.items() if k != "max_logits_bytes"}
+    plain = {k: v for k, v in options.items() if k not in ("max_logits_bytes", "memory")}
     references = []
     for dtype in (torch.float32, torch.float64):
         leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
@@ -178,3 +178,8 @@ def test_the_entry_of_the_label_is_not_rounded(softcap: float | None) -> None:
     at = labels.unsqueeze(-1)
     torch.testing.assert_close(actual.gather(-1, at), exact.gather(-1, at), rtol=3e-6, atol=0)
     torch.testing.assert_close(actual, exact, rtol=2e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("memory", ["default", "min"])
+def test_a_scale_of_zero(memory: str) -> None:
+    _compare(*_case(6, 8, 300, 1.0), logit_scale=0.0, memory=memory)

@@ -484,3 +484,68 @@ def test_a_changed_input_is_still_noticed(device: torch.device) -> None:
     made[0].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_what_is_taken_out_of_the_graph_stays(device: torch.device) -> None:
+    leaves, made = _owned(device)
+    y = tigon.swiglu(*made)
+    made.clear()
+    seen = y.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+    kept = seen.clone()
+    torch.testing.assert_close(list(torch.autograd.grad(y.sum(), leaves)), _expected(leaves))
+    assert torch.equal(seen, kept)
+
+
+def test_what_a_later_hook_packs_stays(device: torch.device) -> None:
+    leaves, made = _owned(device)
+    y = tigon.swiglu(*made)
+    made.clear()
+    packed: list[Tensor] = []
+    y.grad_fn._raw_saved_tensors[0].register_hooks(lambda t: packed.append(t) or t, lambda t: t)  # type: ignore[union-attr, func-returns-value]
+    kept = packed[0].clone()
+    torch.testing.assert_close(list(torch.autograd.grad(y.sum(), leaves)), _expected(leaves))
+    assert torch.equal(packed[0], kept)
+
+
+@pytest.mark.parametrize("share", ["dlpack", "shared"])
+def test_memory_that_is_not_torchs_alone_stays(share: str) -> None:
+    leaves = [torch.randn(3, 40, requires_grad=True) for _ in range(2)]
+    own = leaves[0].detach().clone()
+    memory = own.share_memory_() if share == "shared" else own.numpy()
+
+    class Lent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return memory.view(3, 40) if share == "shared" else torch.from_dlpack(memory)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return dy
+
+    kept = leaves[0].detach().clone()
+    y = tigon.swiglu(Lent.apply(leaves[0]), leaves[1].clone())
+    torch.testing.assert_close(list(torch.autograd.grad(y.sum(), leaves)), _expected(leaves))
+    assert torch.equal(torch.as_tensor(memory).view(3, 40), kept)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_backward_that_failed_is_right_or_refused(holds: bool, device: torch.device) -> None:
+    leaves, made = _owned(device)
+    y = tigon.swiglu(*made)
+    if not holds:
+        made.clear()
+    calls = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ArithmeticError("once")
+
+    y.grad_fn.register_hook(fail)  # type: ignore[union-attr]
+    with pytest.raises(ArithmeticError):
+        torch.autograd.grad(y.sum(), leaves)
+    if holds:
+        torch.testing.assert_close(list(torch.autograd.grad(y.sum(), leaves)), _expected(leaves))
+    else:
+        with pytest.raises(RuntimeError, match="a backward that raised is repeated"):
+            torch.autograd.grad(y.sum(), leaves)

@@ -701,6 +701,8 @@ def test_all_rows_skipped(backend: str) -> None:
             "token_weight: expected None with class_weight",
         ),
         ({"token_weight": torch.ones(5, dtype=torch.int64)}, "token_weight: expected"),
+        ({"max_logits_bytes": 1e5}, "max_logits_bytes: expected a positive int, got 100000.0"),
+        ({"ignore_index": None}, "ignore_index: expected an int, got None"),
     ],
 )
 def test_weights_of_rows_are_checked(options: dict[str, Any], message: str) -> None:
@@ -718,3 +720,8 @@ def test_skipping_is_refused_while_compiling() -> None:
     compiled = torch.compile(tigon.linear_cross_entropy, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="skip_ignored: expected False while a compiler or a graph records"):
         compiled(hidden, weight, labels, skip_ignored=True)
+
+
+def test_no_columns() -> None:
+    with pytest.raises(ValueError, match="linear_cross_entropy: weight: expected at least one column"):
+        tigon.linear_cross_entropy(torch.zeros(3, 0), torch.zeros(9, 0), torch.zeros(3, dtype=torch.long))

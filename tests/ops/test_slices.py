@@ -132,3 +132,21 @@ def test_compiles(is_dynamic: bool, backend: str) -> None:
             _run(compiled, *inputs, memory="min"), _run(linear_cross_entropy_reference, *inputs), strict=True
         ):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_fp16_keeps_the_loss_scale_out_of_hidden(backend: str) -> None:
+    hidden = (10 * torch.eye(16)[:8]).half().requires_grad_()
+    weight = torch.eye(16).half().requires_grad_()
+    loss = tigon.linear_cross_entropy(hidden, weight, torch.arange(8), memory="min")
+    assert all(g.isfinite().all() for g in torch.autograd.grad(65536.0 * loss, (hidden, weight)))
+
+
+def test_backward_inside_autocast(backend: str) -> None:
+    inputs = _inputs(40, 16, 300)
+    expected = _run(tigon.linear_cross_entropy, *inputs, memory="min", max_logits_bytes=20_000)
+    leaves = [t.clone().requires_grad_() for t in (inputs[0], inputs[1], inputs[3])]
+    loss = tigon.linear_cross_entropy(*leaves[:2], inputs[2], bias=leaves[2], memory="min", max_logits_bytes=20_000)
+    with torch.autocast("cpu" if inputs[0].device.type == "cpu" else "cuda", torch.bfloat16):
+        actual = torch.autograd.grad(loss, leaves, loss.new_tensor(1.5))
+    for a, b in zip(actual, expected[1:], strict=True):
+        assert torch.equal(a, b)

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -30,6 +31,13 @@ def require_number(
         return
     expected = f"a finite number above {low:g}" if above else f"a finite number in [{low:g}, {high:g}]"
     raise ValueError(f"{op}: {argument}: expected {expected}, got {value!r}")
+
+
+def require_bytes(op: str, argument: str, value: Any) -> None:
+    """Raise unless `value` is a positive whole number, or one that a compiler has not decided yet."""
+    is_whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not is_whole or value < 1:
+        raise ValueError(f"{op}: {argument}: expected a positive int, got {value!r}")
 
 
 def require_floating(op: str, **tensors: Tensor | None) -> None:

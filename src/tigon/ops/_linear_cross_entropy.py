@@ -209,11 +209,13 @@ def anchors(
     needs: Sequence[bool],
     z_loss: float,
     label_smoothing: float,
+    scale: float | None,
     has_kernel: bool,
     like: Tensor,
 ) -> bool:
     """True where `drive_anchored` does what `drive` would: both losses and gradients, of the plain cross entropy."""
-    is_plain = class_weight is None and not z_loss and not label_smoothing and not needs[2]
+    # The factor of a row, which holds the scale, divides it out of what is stored.
+    is_plain = class_weight is None and not z_loss and not label_smoothing and not needs[2] and scale != 0
     if ce is None or dce is None or not is_plain or not has_kernel or not any(needs):
         return False
     return like.dtype == torch.float32 or (like.dtype == torch.bfloat16 and has_wide_product(like))
@@ -355,7 +357,8 @@ def drive_sliced(
     like = hidden, weight, weight[:, 0] if bias is None else bias
     if dce is None:
         return tuple(t.new_empty(0) for t in like)  # type: ignore[return-value]
-    if dsquares is None and dce.numel() and not any(dce.stride()):
+    # Not into fp16, whose range needs the loss scale in dlogits.
+    if dsquares is None and dtype != torch.float16 and dce.numel() and not any(dce.stride()):
         # One upstream gradient for all rows: multiplied in last, it spares dlogits a rounding that all labels share.
         dce, factor = dce.new_ones(()), dce.view(-1)[0] if dce.dim() == 0 else dce[(0,) * dce.dim()]
     if dsquares is None and z_loss:
@@ -364,6 +367,9 @@ def drive_sliced(
     if row_weight is not None:
         upstream[0] = upstream[0] * row_weight  # type: ignore[operator]
     made = [t.new_empty(t.shape) if is_needed else None for t, is_needed in zip(like, needs, strict=True)]
+    if made[1] is not None and weight.dtype != dtype:
+        # What is rounded to another dtype is summed in fp32 before.
+        made[1] = made[1].to(stats.dtype)
     if made[2] is not None:
         made[2] = made[2].new_empty(weight.shape[0], dtype=stats.dtype)
     if labels.numel():

@@ -26,6 +26,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 BACKENDS = ("auto", "triton", "torch")
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+# By name: torch 2.11 cannot trace the function that tells.
+AUTOCAST_DEVICES = ("cuda", "cpu", "xpu")
 # Stand-ins of plain tensors while a call is traced; by name, since importing them is slow.
 _TRACED = ("FakeTensor", "FunctionalTensor")
 
@@ -134,7 +136,12 @@ def once_differentiable(backward: F) -> F:
                 "tigon's fused operators have no second derivative (create_graph=True); call the plain reference, "
                 "for example tigon.ops.rms_norm_reference, to get one"
             )
-        return backward(ctx, *upstream)
+        device = next((t.device.type for t in upstream if t is not None), "cpu")
+        if torch.compiler.is_compiling() or device not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
+            return backward(ctx, *upstream)
+        # The dtypes were chosen in forward; a backward called inside autocast must not choose again.
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *upstream)
 
     return checked  # type: ignore[return-value]
 

@@ -172,7 +172,7 @@ def matmul_dtype(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None)
     """
     device = hidden.device.type
     cast = None
-    if device in ("cuda", "cpu", "xpu") and torch.is_autocast_enabled(device):
+    if device in _op.AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         cast = torch.get_autocast_dtype(device)
 
     def used(t: Tensor) -> torch.dtype:

@@ -27,7 +27,7 @@ from . import _op
 from ._check import require, require_floating, require_number, require_one_of, require_same_device
 from ._launch import launch, next_power_of_2
 from ._op import define, is_traced, once_differentiable, op, runs_reference
-from ._reuse import is_ours, save_for_reuse
+from ._reuse import claim, save_for_reuse
 from ._tl import tanh
 from ._triton import tl, triton
 
@@ -493,7 +493,7 @@ class _CrossEntropy(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         logits, *saved = ctx.saved_tensors
-        if not is_traced(dce) and is_ours(ctx, logits):
+        if not is_traced(dce) and claim(ctx, logits)[0]:
             # A program has read a block of its row before it writes the same block.
             launch_rows(logits, saved[0], saved[1], None, None, saved[2], dce, dsquares, logits, *ctx.options)
             return logits, None, None, None
@@ -507,8 +507,10 @@ def checked_labels(name: str, labels: Tensor, num_classes: int, ignore_index: in
     """`labels` as int64; raises for a label that is no class where that can be seen without waiting for a device.
 
     Raises:
-        ValueError: a label is neither a class nor `ignore_index`; on a GPU only with TIGON_DEBUG=1.
+        ValueError: a label is neither a class nor `ignore_index`; on a GPU only with TIGON_DEBUG=1. `ignore_index`
+            is no int.
     """
+    require(isinstance(ignore_index, (int, torch.SymInt)), name, "ignore_index", "an int", ignore_index)
     labels = labels.long()
     device = labels.device.type
     readable = not torch.compiler.is_compiling() and type(labels) is Tensor and device != "meta"
@@ -589,7 +591,7 @@ def cross_entropy(
         loss = F.cross_entropy(cap(logits.float()), labels, class_weight) + z_loss * mean(lse^2)    # in one line
 
     Args:
-        logits: `[..., V]`, floating point, any strides; never written to.
+        logits: `[..., V]`, floating point, any strides; unchanged as long as anything else holds them.
         labels: `[...]`, any integer dtype.
         ignore_index: rows with this label add exactly 0 to the loss and to the gradient, whatever they hold.
         label_smoothing: weight of the uniform distribution in the target, as in `F.cross_entropy`.

@@ -30,7 +30,7 @@ from . import _tl
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._launch import as_rows, cdiv, launch, next_power_of_2
 from ._op import define, is_traced, once_differentiable, op, runs_reference
-from ._reuse import is_ours, save_for_reuse
+from ._reuse import claim, save_for_reuse
 from ._triton import tl, triton
 
 
@@ -467,8 +467,9 @@ class _GLU(torch.autograd.Function):
         if is_traced(dy):
             dgate, dup = _bwd(dy, gate, up, needs_dgate, needs_dup, *ctx.options)
         else:
-            dgate = gate if is_ours(ctx, gate) else gate.new_empty(gate.shape if needs_dgate else (0,))
-            dup = up if up is None or is_ours(ctx, up) else up.new_empty(up.shape if needs_dup else (0,))
+            takes_gate, takes_up = claim(ctx, gate, up)
+            dgate = gate if takes_gate else gate.new_empty(gate.shape if needs_dgate else (0,))
+            dup = up if up is None or takes_up else up.new_empty(up.shape if needs_dup else (0,))
             fill_bwd(dy, gate, up, dgate, dup, needs_dgate, needs_dup, *ctx.options)
         return (dgate if needs_dgate else None, dup if needs_dup else None, *[None] * len(ctx.options))
 

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._check import require, require_floating, require_same_device
-from ._op import define, is_traced, once_differentiable, op, runs_reference
-from ._reuse import is_ours, save_for_reuse
+from ._op import AUTOCAST_DEVICES, define, is_traced, once_differentiable, op, runs_reference
+from ._reuse import claim, save_for_reuse
 from .glu import _OPTIONS, LimitOn, fill_bwd, glu_reference, kernel_options, require_inputs, require_options
 from .glu import _fwd as _product
 
@@ -144,8 +144,9 @@ class _GLULinear(torch.autograd.Function):
             if is_traced(dy):
                 dgate, dup = _bwd(product, gate, up, *needs, *ctx.options)
             else:
-                dgate = gate if is_ours(ctx, gate) else gate.new_empty(gate.shape if needs_dgate else (0,))
-                dup = up if up is None or is_ours(ctx, up) else up.new_empty(up.shape if needs_dup else (0,))
+                takes_gate, takes_up = claim(ctx, gate, up)
+                dgate = gate if takes_gate else gate.new_empty(gate.shape if needs_dgate else (0,))
+                dup = up if up is None or takes_up else up.new_empty(up.shape if needs_dup else (0,))
                 fill_bwd(product, gate, up, dgate, dup, *needs[:2], *ctx.options, emits_product=needs_dweight)
         elif needs_dweight:
             product = _product(gate, up, *ctx.options)
@@ -164,8 +165,7 @@ class _GLULinear(torch.autograd.Function):
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that `F.linear` casts to there, None where it casts nothing."""
-    # By name: torch 2.11 cannot trace the function that tells.
-    if device.type not in ("cuda", "cpu", "xpu") or not torch.is_autocast_enabled(device.type):
+    if device.type not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from . import _op
 from ._check import (
     require,
+    require_bytes,
     require_floating,
     require_number,
     require_one_of,
@@ -145,7 +146,8 @@ def _gradients(
     settings = settings[:-1]
     if is_sliced:
         return drive_sliced(hidden, weight, bias, *rest, needs, *settings)
-    if anchors(ce, dce, class_weight, needs, z_loss, label_smoothing, has_kernel, hidden.new_empty(0, dtype=dtype)):
+    like = hidden.new_empty(0, dtype=dtype)
+    if anchors(ce, dce, class_weight, needs, z_loss, label_smoothing, scale, has_kernel, like):
         inputs = hidden, weight, bias, labels, ce, stats, dce, factor, needs
         dhidden, dweight = drive_anchored(*inputs, dtype, max_logits_bytes, ignore_index, softcap, scale)
     else:
@@ -407,7 +409,7 @@ def linear_cross_entropy(
         class_weight: `[V]`, factor of each class as `weight` of `F.cross_entropy`; gets no gradient.
         reduction: "mean" divides the cross entropy by the summed weight of the labels that are not ignored and
             the z-loss by their number; "sum" and "none" divide by nothing.
-        num_items: replaces both divisors of "mean", for a batch that is part of a larger one: an int or a tensor
+        num_items: replaces both divisors of "mean", for a batch that is part of a larger one: a number or a tensor
             of one element on any device.
         logit_scale: factor of the logits; None leaves them.
         return_z_loss: return the z-loss too.
@@ -415,8 +417,8 @@ def linear_cross_entropy(
             1.25 GiB on accelerators and 64 MiB on a CPU. Fewer chunks are faster; the result does not depend on it
             but for rounding.
         memory: "min" computes logits by tiles of rows and classes of at most 64 MiB (or `max_logits_bytes`), once for
-            the loss and once more in backward: four products and no other tensor of the size of `weight` than its
-            gradient. Not with `label_smoothing` and `class_weight` at once.
+            the loss and once more in backward: four products, and beside the gradients fp32 sums of that of up to
+            8192 rows of `hidden`. Not with `label_smoothing` and `class_weight` at once.
         token_weight: `[...]`, factor of the cross entropy and the z-loss of each row; changes no divisor and gets no
             gradient. Not with `class_weight`.
         skip_ignored: compute only the rows that are not ignored. The host waits for their number, so not while a
@@ -435,7 +437,8 @@ def linear_cross_entropy(
               chunks in fp32 and are rounded to the dtype of their input, and once more where the upstream
               gradient is not 1. The sum of a 16-bit `dweight` of more than 64 MiB in fp32 is rounded after each of
               up to 8 chunks instead; raise `max_logits_bytes` for fewer.
-    Memory:   `max_logits_bytes`, the gradients, and an fp32 copy of `dweight` while more than 8 16-bit chunks add up.
+    Memory:   `max_logits_bytes`, the gradients, fp32 sums of 96 MiB, and an fp32 copy of `dweight` while more than 8
+              16-bit chunks add up.
               A mean or a sum takes three matrix products. A fourth, of logits computed again in backward, is the
               price of reduction "none", of fp16 (whose range needs the loss scale before rounding), of an
               upstream gradient for the returned z-loss, and of a second backward.
@@ -448,6 +451,7 @@ def linear_cross_entropy(
     require(weight.dim() == 2, name, "weight", "two axes", f"shape {tuple(weight.shape)}")
     num_classes, width = weight.shape
     require(hidden.dim() >= 1, name, "hidden", "at least one axis", "a scalar")
+    require(width >= 1, name, "weight", "at least one column", f"shape {tuple(weight.shape)}")
     require(hidden.shape[-1] == width, name, "hidden", f"last axis {width}", f"shape {tuple(hidden.shape)}")
     if bias is not None:
         require(bias.shape == (num_classes,), name, "bias", f"shape ({num_classes},)", tuple(bias.shape))
@@ -465,7 +469,7 @@ def linear_cross_entropy(
     was_given = max_logits_bytes is not None
     if max_logits_bytes is None:
         max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
-    require_number(name, "max_logits_bytes", max_logits_bytes)
+    require_bytes(name, "max_logits_bytes", max_logits_bytes)
     row_bytes = row_stride(num_classes, hidden.device) * dtype.itemsize
     expected = f"at least {row_bytes}, one row of logits"
     require(max_logits_bytes >= row_bytes, name, "max_logits_bytes", expected, max_logits_bytes)

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._check import require, require_floating, require_number, require_same_device
+from ._check import require, require_bytes, require_floating, require_number, require_same_device
 from ._launch import as_rows, launch
 from ._op import define, once_differentiable, op, runs_reference
 from ._projection import (
@@ -596,7 +596,7 @@ def linear_log_probs(
 ) -> Tensor | LogProbsOutput:
     """Log-probability of each label under the softmax of `hidden @ weight.T`, without storing the logits.
 
-        log_probs = log_softmax(F.linear(hidden, weight, bias).float() * logit_scale, -1)[..., labels]    # in one line
+        log_probs = log_softmax(F.linear(hidden, weight, bias).float(), -1).gather(-1, labels[..., None])[..., 0]
 
     For losses that are functions of log-probabilities and entropies: policy gradients, preferences, distillation.
 
@@ -611,7 +611,7 @@ def linear_log_probs(
         logit_scale: factor of the logits, 1 / T for a temperature T; None leaves them.
         return_entropy: return the entropies of the rows too, in nats, with their gradient.
         return_predictions: return the likeliest class of each row too, the first of equals.
-        max_logits_bytes: most bytes of logits that exist at once, None for about 1 GiB on accelerators and 64 MiB on a
+        max_logits_bytes: most bytes of logits that exist at once, None for 1.25 GiB on accelerators and 64 MiB on a
             CPU. Fewer chunks are faster; the result does not depend on it but for rounding.
 
     Returns:
@@ -639,6 +639,7 @@ def linear_log_probs(
     require(weight.dim() == 2, name, "weight", "two axes", f"shape {tuple(weight.shape)}")
     num_classes, width = weight.shape
     require(hidden.dim() >= 1, name, "hidden", "at least one axis", "a scalar")
+    require(width >= 1, name, "weight", "at least one column", f"shape {tuple(weight.shape)}")
     require(hidden.shape[-1] == width, name, "hidden", f"last axis {width}", f"shape {tuple(hidden.shape)}")
     if bias is not None:
         require(bias.shape == (num_classes,), name, "bias", f"shape ({num_classes},)", tuple(bias.shape))
@@ -649,7 +650,7 @@ def linear_log_probs(
     dtype = matmul_dtype(name, hidden, weight, bias)
     if max_logits_bytes is None:
         max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
-    require_number(name, "max_logits_bytes", max_logits_bytes)
+    require_bytes(name, "max_logits_bytes", max_logits_bytes)
     row_bytes = row_stride(num_classes, hidden.device) * dtype.itemsize
     expected = f"at least {row_bytes}, one row of logits"
     require(max_logits_bytes >= row_bytes, name, "max_logits_bytes", expected, max_logits_bytes)

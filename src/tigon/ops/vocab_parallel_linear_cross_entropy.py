@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _op
-from ._check import require, require_floating, require_number, require_same_device
+from ._check import require, require_bytes, require_floating, require_number, require_same_device
 from ._device import constant_while_compiling
 from ._launch import as_rows
 from ._op import define, once_differentiable, op, runs_reference
@@ -522,11 +522,11 @@ def vocab_parallel_linear_cross_entropy(
         z_loss: factor of the squared log-sum-exp of each row, which is added to the loss.
         softcap: logits become `softcap * tanh(logits / softcap)`, after `logit_scale`; None leaves them.
         reduction: "mean" divides by the number of labels that are not ignored; "sum" and "none" divide by nothing.
-        num_items: replaces the divisor of "mean", for a batch that is part of a larger one: an int or a tensor of one
+        num_items: replaces the divisor of "mean", for a batch that is part of a larger one: a number or a tensor of one
             element on any device.
         logit_scale: factor of the logits; None leaves them.
-        max_logits_bytes: most bytes of logits that exist at once on the rank with the most classes, None for 1 GiB on
-            accelerators and 64 MiB on a CPU. Fewer chunks communicate less often.
+        max_logits_bytes: most bytes of logits that exist at once on the rank with the most classes, None for 1.25 GiB
+            on accelerators and 64 MiB on a CPU. Fewer chunks communicate less often.
 
     Returns:
         Scalar fp32 (fp64 for fp64 inputs), or `[...]` for reduction "none"; the same bits on all ranks. The gradient
@@ -557,6 +557,7 @@ def vocab_parallel_linear_cross_entropy(
     require(weight.dim() == 2, name, "weight", "two axes", f"shape {tuple(weight.shape)}")
     num_local, width = weight.shape
     require(hidden.dim() >= 1, name, "hidden", "at least one axis", "a scalar")
+    require(width >= 1, name, "weight", "at least one column", f"shape {tuple(weight.shape)}")
     require(hidden.shape[-1] == width, name, "hidden", f"last axis {width}", f"shape {tuple(hidden.shape)}")
     if bias is not None:
         require(bias.shape == (num_local,), name, "bias", f"shape ({num_local},)", tuple(bias.shape))
@@ -570,7 +571,7 @@ def vocab_parallel_linear_cross_entropy(
     dtype = matmul_dtype(name, hidden, weight, bias)
     if max_logits_bytes is None:
         max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
-    require_number(name, "max_logits_bytes", max_logits_bytes, low=1)
+    require_bytes(name, "max_logits_bytes", max_logits_bytes)
 
     has_kernel = not runs_reference(name, hidden, weight, labels, bias=bias)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))

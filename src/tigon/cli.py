@@ -126,7 +126,7 @@ def _info(args: argparse.Namespace) -> int:
     for name, by_device in info["operators"].items():
         for device, verdict in by_device.items():
             reason = f"   {'; '.join(verdict['why_not_triton'])}" if verdict["why_not_triton"] else ""
-            print(f"  {name:<22}{device:<8}{verdict['backend']:<7}{reason}".rstrip())
+            print(f"  {name:<36}{device:<8}{verdict['backend']:<7}{reason}".rstrip())
     return 0
 
 
@@ -152,7 +152,7 @@ def _add_check(commands: Any) -> None:
         "--dtype",
         action="append",
         choices=DTYPES,
-        help="may be repeated; default: float32 and bfloat16 on a GPU, float32 on a CPU",
+        help="may be repeated; default: float32 and bfloat16 (float16 before Ampere) on a GPU, float32 on a CPU",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result to FILE")
 
@@ -216,7 +216,7 @@ def _check(args: argparse.Namespace) -> int:
                     progress.update(done, f"{name} {dtype}")
         seconds[name, dtype] = time.monotonic() - started
 
-    print(f"{'operator':<24}{'dtype':<10}{'cases':>6}{'checks':>8}{'failed':>8}{'budget used':>13}{'seconds':>9}")
+    print(f"{'operator':<36}{'dtype':<10}{'cases':>6}{'checks':>8}{'failed':>8}{'budget used':>13}{'seconds':>9}")
     for name, dtype in plan:
         mine = [r for r in results if (r.op, r.dtype) == (name, dtype)]
         failed = [r for r in mine if not r.passed]
@@ -224,7 +224,7 @@ def _check(args: argparse.Namespace) -> int:
         used = max((r.used for r in mine if r.passed), default=0.0)
         num_cases = len({r.case for r in mine})
         print(
-            f"{name:<24}{dtype:<10}{num_cases:>6}{len(mine):>8}{len(failed):>8}{used:>13.0%}"
+            f"{name:<36}{dtype:<10}{num_cases:>6}{len(mine):>8}{len(failed):>8}{used:>13.0%}"
             f"{seconds[name, dtype]:>9.1f}"
         )
     failures = [r for r in results if not r.passed]
@@ -387,7 +387,7 @@ def _add_bench(commands: Any) -> None:
         _bench,
         "time operators beside their peers on this GPU",
         "Measure forward and backward of each operator and of its peers, launch by launch in turn. An implementation\n"
-        "outside its error budget gets no number.",
+        "of ours outside its error budget gets no number, another is marked.",
         "  tigon bench --op rms_norm\n"
         "  tigon bench --op cross_entropy --peers torch_eager,torch_compile --output benchmarks/results --plot",
     )

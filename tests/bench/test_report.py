@@ -69,13 +69,18 @@ def test_table_shows_both_sides_and_marks_the_fastest() -> None:
     assert "tigon bench --output" in table
 
 
-def test_table_prefers_kernel_time_and_marks_what_is_not_exact() -> None:
-    exact = dataclasses.replace(_row(), graph_ms=0.8, graph_percent=93.0)
-    wrong = dataclasses.replace(_row("liger", 2.0), budget_used=1.01)
-    (line,) = [t for t in report.markdown_table([exact, wrong]).splitlines() if t.startswith("| rms_norm")]
-    assert "| 93 % |" in line
-    assert "| 2.000 † |" in line
-    assert "-" not in line.split("|")[3:-2]
+def test_table_takes_replay_where_all_have_it_and_marks_what_is_not_exact() -> None:
+    exact = dataclasses.replace(_row(), graph_ms=0.8, graph_percent=93.0, percent_of_roof=71.0)
+    wrong = dataclasses.replace(_row("liger", 2.0), budget_used=1.01, graph_percent=55.0, percent_of_roof=40.0)
+
+    def line_of(*rows: Row) -> str:
+        (line,) = [t for t in report.markdown_table(rows).splitlines() if t.startswith("| rms_norm")]
+        return line
+
+    assert "| 93 % | liger 55 % |" in line_of(exact, wrong)
+    assert "| 2.000 † |" in line_of(exact, wrong)
+    assert "| 71 % | liger 40 % |" in line_of(exact, dataclasses.replace(wrong, graph_percent=0.0))
+    assert "| 93 % | - |" in line_of(exact)
 
 
 def test_readme_is_rewritten_between_markers_only(tmp_path: Path) -> None:

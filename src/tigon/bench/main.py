@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not rows:
             raise ValueError(f"bench: --output: expected result rows below {arguments.output}, got none")
         report.write_into(arguments.readme, rows)
+        print(f"wrote {arguments.readme}")
         return 0
     import torch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .store import Row, read
@@ -31,12 +31,12 @@ def _size(row: Row) -> str:
 def text_table(rows: Sequence[Row]) -> str:
     """One line an implementation, for a terminal."""
     lines = [
-        f"{'op':22}{'case':20}{'mode':10}{'implementation':16}{'device ms':>10}{'spread':>16}{'graph ms':>10}"
+        f"{'op':36}{'case':20}{'mode':10}{'implementation':16}{'device ms':>10}{'spread':>16}{'graph ms':>10}"
         f"{'host ms':>9}{'peak MiB':>10}{'GB/s':>8}{'% roof':>8}{'% graph':>8}{'budget':>8}"
     ]
     for row in rows:
         lines.append(
-            f"{row.op:22}{row.case:20}{row.mode:10}{row.implementation:16}{row.device_ms:10.4f}"
+            f"{row.op:36}{row.case:20}{row.mode:10}{row.implementation:16}{row.device_ms:10.4f}"
             f"{f'{row.low_ms:.3f}-{row.high_ms:.3f}':>16}{row.graph_ms:10.4f}{row.host_ms:9.3f}{row.peak_mib:10.1f}"
             f"{row.gbps:8.0f}{row.percent_of_roof:8.1f}{row.graph_percent:8.1f}{row.budget_used:8.2f}"
         )
@@ -63,18 +63,19 @@ def markdown_table(rows: Sequence[Row]) -> str:
         liger = found.get("liger")
         peak = f"{ours.peak_mib:.0f} / {liger.peak_mib:.0f}" if liger else f"{ours.peak_mib:.0f}"
         label = f"{op}, {case}"
-        others = {n: _percent(r) for n, r in found.items() if n in _SHOWN and n != OURS}
+        percents = _percents({n: r for n, r in found.items() if n in _SHOWN})
+        others = {n: p for n, p in percents.items() if n != OURS}
         best = max(others, key=others.__getitem__, default=None)
         best = "-" if best is None else f"{best} {others[best]:.0f} %"
-        lines.append(f"| {label} | {_size(ours)} | {' | '.join(cells)} | {_percent(ours):.0f} % | {best} | {peak} |")
+        lines.append(f"| {label} | {_size(ours)} | {' | '.join(cells)} | {percents[OURS]:.0f} % | {best} | {peak} |")
     some = next(iter(rows))
     lines += [
         "",
         f"Milliseconds for forward and backward, {some.dtype}, cold cache, medians of interleaved launches on one "
         f"{some.gpu}; torch {some.torch}, Triton {some.triton}, {_versions(rows)}, {some.date}. The roof is the copy "
-        "bandwidth, or the matrix products alone, measured in the same run, and the percentage that of the kernels in "
-        "the replay of a CUDA graph where the row has one. † is further from the fp64 result than twice the error of "
-        "plain PyTorch in the same dtype. "
+        "bandwidth, or the matrix products alone, measured in the same run, and the percentages those of the kernels "
+        "in the replay of a CUDA graph where all of a line could be captured, else of single calls. † is further from "
+        "the fp64 result than twice the error of plain PyTorch in the same dtype. "
         "Repeat with `tigon bench --output benchmarks/results`; each row there has its own command and commit.",
     ]
     return "\n".join(lines)
@@ -85,9 +86,10 @@ def _versions(rows: Sequence[Row]) -> str:
     return ", ".join(f"{name} {version}" for name, version in peers.items()) or "no other packages"
 
 
-def _percent(row: Row) -> float:
-    """Of the roof by kernel time alone where a graph could be captured."""
-    return row.graph_percent or row.percent_of_roof
+def _percents(found: Mapping[str, Row]) -> dict[str, float]:
+    """Of the roof: by the replay of a graph where all of a case could be captured, else all by single calls."""
+    is_replayed = all(row.graph_percent for row in found.values())
+    return {name: row.graph_percent if is_replayed else row.percent_of_roof for name, row in found.items()}
 
 
 def write_into(readme: Path, rows: Sequence[Row]) -> None:
@@ -108,6 +110,8 @@ def plot(rows: Sequence[Row], *paths: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    # With no date and these names the same rows make the same file.
+    matplotlib.rcParams["svg.hashsalt"] = OURS
     import matplotlib.pyplot as plt
 
     grouped = {case: found for (_, case, mode), found in _cases(rows).items() if mode == "both" and OURS in found}
@@ -117,7 +121,7 @@ def plot(rows: Sequence[Row], *paths: Path) -> None:
     figure, axes = plt.subplots(figsize=(max(6.0, 1.9 * len(grouped) + 1.5), 4.2), layout="constrained")
     width = 0.8 / len(names)
     for index, name in enumerate(names):
-        values = [_percent(found[name]) if name in found else 0.0 for found in grouped.values()]
+        values = [_percents(found).get(name, 0.0) for found in grouped.values()]
         places = [x + (index - (len(names) - 1) / 2) * width for x in range(len(grouped))]
         bars = axes.bar(places, values, width, label=name.replace("_", " "), color=colors.get(name, "#e5989b"))
         axes.bar_label(bars, [f"{v:.0f}" if v else "" for v in values], fontsize=7, padding=1)
@@ -132,6 +136,5 @@ def plot(rows: Sequence[Row], *paths: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # No date in an SVG: the same rows make the same file.
         figure.savefig(path, dpi=150, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
     plt.close(figure)

@@ -41,12 +41,12 @@ FEATURES = (
         "chunked_loss ops.grpo_loss transformers.grpo_loss transformers.trainer",
     ),
     Feature(
-        "no log-probabilities and entropies of rows with a projection",
+        "not under this name; tigon.linear_log_probs has log-probabilities and entropies of rows",
         "LigerFusedLinearScaledCrossEntropyFunction",
         "ops.fused_linear_scaled_cross_entropy",
     ),
     Feature(
-        "no losses over ranks that share the vocabulary",
+        "not under these names; tigon.vocab_parallel_linear_cross_entropy is the loss of ranks that share classes",
         "LigerFusedLinearScaledCrossEntropyTPFunction LigerVocabParallelCEFunction LigerVocabParallelCrossEntropy"
         " liger_fused_linear_scaled_cross_entropy_tp validate_formula_and_mode configure FusedLinearCrossEntropyConfig",
         "ops.configure ops.vocab_parallel_cross_entropy transformers.vocab_parallel_cross_entropy",

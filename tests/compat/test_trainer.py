@@ -218,6 +218,9 @@ TWO = """
     if torch.distributed.get_rank() == 0:
         distance = max((a - b).abs().max().item() for a, b in zip(ours.model.parameters(), native.model.parameters()))
         torch.save({"native": native[:3], "ours": ours[:3], "distance": distance}, folder / "result.pt")
+    # Threads of a group that is left to the end of the interpreter can abort it.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 """
 
 

@@ -33,6 +33,10 @@ STAGES = (
 )
 
 
+# Up to 33 on an H200: dx of `group_norm`, one channel a group, bf16.
+_NOISE_SLACK = 64.0
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """Outcome of one stage of one case; `used` is the largest share of the error budget that it took."""
@@ -169,13 +173,13 @@ class Checker:
                 retain_graph=retain_graph,
             )
 
-    def _compare(self, run: Run, low: Run | None = None, high: Run | None = None) -> float:
+    def _compare(self, run: Run, low: Run | None = None, high: Run | None = None, *, slack: float = 1.0) -> float:
         low, high = (low or self.low).named(), (high or self.high).named()
         used = 0.0
         for name, actual in run.named().items():
             plain = name.removesuffix(" (second backward)")
             measured: Measured = assert_within_budget(
-                name, actual, low[plain], high[plain], factor=self.factor, floor=self.floor
+                name, actual, low[plain], high[plain], factor=slack * self.factor, floor=self.floor
             )
             used = max(used, measured.ratio)
         return used
@@ -226,11 +230,11 @@ class Checker:
         upstream = {k: torch.ones((), dtype=v.dtype, device=v.device).expand(v.shape) for k, v in self.upstream.items()}
         run, dense = self._run(upstream=upstream), self._run(upstream={k: v.contiguous() for k, v in upstream.items()})
         named, expected = run.named(), dense.named()
-        if all(_same(named[name], expected[name]) for name in expected):
-            # Against the reference a norm would be held to rounding noise: its gradient of a plain sum is zero.
-            return 0.0
+        # The gradient of a plain sum is zero for a norm, and the reference's rounding noise a lottery. Strides change
+        # nothing where the bits are those of a gradient with memory of its own; that leaves gross errors to look for.
+        is_same = all(_same(named[name], expected[name]) for name in expected)
         low = call(self.reference, self.inputs, self.case.options, self.wanted, upstream)
-        return self._compare(run, low, self._high(upstream))
+        return self._compare(run, low, self._high(upstream), slack=_NOISE_SLACK if is_same else 1.0)
 
     def unchanged(self) -> float:
         before = {k: v.clone() for k, v in self.inputs.items() if isinstance(v, Tensor)}

@@ -150,3 +150,67 @@ def test_backward_inside_autocast(backend: str) -> None:
         actual = torch.autograd.grad(loss, leaves, loss.new_tensor(1.5))
     for a, b in zip(actual, expected[1:], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("tile", [(21, 128), (5, 128)])
+def test_main_grad_is_added_to(tile: tuple[int, int], options: dict[str, Any], backend: str) -> None:
+    inputs = _inputs(21, 8, 300)
+    expected = _run(linear_cross_entropy_reference, *inputs, **options)
+    leaves = [t.clone().requires_grad_() for t in (inputs[0], inputs[1], inputs[3])]
+    main_grad = torch.randn(300, 8)
+    before = main_grad.clone()
+    with mock.patch.object(_slices, "plan_tiles", return_value=_slices._Tiles(*tile)):
+        loss = tigon.linear_cross_entropy(
+            *leaves[:2], inputs[2], bias=leaves[2], memory="min", main_grad=main_grad, **options
+        )
+        assert torch.equal(main_grad, before)
+        upstream = torch.linspace(-1, 2, loss.numel()).view_as(loss) if loss.dim() else loss.new_tensor(1.5)
+        loss.backward(upstream)
+    assert leaves[1].grad is None
+    for a, b in zip((leaves[0].grad, main_grad - before, leaves[2].grad), expected[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=4e-6)
+
+
+def test_main_grad_of_half_precision_sums_in_fp32() -> None:
+    hidden, weight, labels, _ = _inputs(64, 16, 300)
+    leaves = [t.bfloat16().requires_grad_() for t in (hidden, weight)]
+    main_grad = torch.zeros(300, 16)
+    for _ in range(2):
+        tigon.linear_cross_entropy(*leaves, labels, memory="min", main_grad=main_grad, skip_ignored=True).backward()
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    (2 * linear_cross_entropy_reference(*wide, labels)).backward()
+    assert main_grad.dtype == torch.float32
+    assert (main_grad - wide[1].grad).norm() < 0.01 * wide[1].grad.norm()
+    # 16 bits of 1 would swallow what is added.
+    offset = torch.ones(300, 16)
+    tigon.linear_cross_entropy(*leaves, labels, memory="min", main_grad=offset, skip_ignored=True).backward()
+    torch.testing.assert_close(offset - 1, main_grad / 2, rtol=0, atol=1e-6)
+
+
+def test_main_grad_of_the_reference() -> None:
+    hidden, weight, labels, _ = _inputs(9, 8, 30)
+    main_grad = torch.ones(30, 8)
+    linear_cross_entropy_reference(hidden, weight.requires_grad_(), labels, main_grad=main_grad).backward()
+    assert weight.grad is None
+    (expected,) = torch.autograd.grad(linear_cross_entropy_reference(hidden, weight, labels), weight)
+    torch.testing.assert_close(main_grad, 1 + expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"main_grad": torch.zeros(30, 8)}, "memory: expected 'min' with main_grad, got default"),
+        ({"memory": "min", "main_grad": torch.zeros(8, 30)}, r"main_grad: expected contiguous fp32 \(30, 8\)"),
+        ({"memory": "min", "main_grad": torch.zeros(30, 8).half()}, "main_grad: expected contiguous fp32"),
+    ],
+)
+def test_main_grad_is_checked(options: dict[str, Any], message: str) -> None:
+    hidden, weight, labels, _ = _inputs(3, 8, 30)
+    options = {k: v.to(hidden.device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    with pytest.raises(ValueError, match=message):
+        tigon.linear_cross_entropy(hidden, weight.requires_grad_(), labels, **options)
+    with pytest.raises(ValueError, match="weight: expected requires_grad with main_grad"):
+        tigon.linear_cross_entropy(
+            hidden, weight.detach(), labels, memory="min", main_grad=torch.zeros(30, 8, device=hidden.device)
+        )

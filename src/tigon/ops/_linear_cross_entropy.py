@@ -338,8 +338,12 @@ def drive_sliced(
     has_kernel: bool,
     ignore_index: int,
     *options: Any,
+    main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_gradients` does, by tiles: either the losses or, with their statistics, the gradients."""
+    """What `_gradients` does, by tiles: either the losses or, with their statistics, the gradients.
+
+    That of the weight is added to `main_grad` where there is one, and is then empty.
+    """
     labels, stats = labels.reshape(-1).contiguous(), stats.view(-1, 2)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     inputs = as_rows(hidden).to(dtype), w, b, labels
@@ -367,14 +371,16 @@ def drive_sliced(
     if row_weight is not None:
         upstream[0] = upstream[0] * row_weight  # type: ignore[operator]
     made = [t.new_empty(t.shape) if is_needed else None for t, is_needed in zip(like, needs, strict=True)]
-    if made[1] is not None and weight.dtype != dtype:
+    if main_grad is not None:
+        made[1], needs = main_grad, (needs[0], False, needs[2])
+    elif made[1] is not None and weight.dtype != dtype:
         # What is rounded to another dtype is summed in fp32 before.
         made[1] = made[1].to(stats.dtype)
     if made[2] is not None:
         made[2] = made[2].new_empty(weight.shape[0], dtype=stats.dtype)
     if labels.numel():
         dhidden = None if made[0] is None else made[0].view(-1, hidden.shape[-1])
-        sliced_gradients(*inputs, stats, *upstream, factor, dhidden, *made[1:], *settings)  # type: ignore[arg-type]
+        sliced_gradients(*inputs, stats, *upstream, factor, dhidden, *made[1:], *settings, main_grad is not None)  # type: ignore[arg-type]
     else:
-        made = [None if t is None else t.zero_() for t in made]
+        made = [t if t is None or t is main_grad else t.zero_() for t in made]
     return tuple(finished(t, x, is_needed) for t, x, is_needed in zip(made, like, needs, strict=True))  # type: ignore[return-value]

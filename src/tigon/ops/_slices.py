@@ -219,8 +219,9 @@ def sliced_gradients(
     ignore_index: int,
     options: Options,
     has_kernel: bool,
+    adds_dweight: bool = False,
 ) -> None:
-    """Write the gradients that are given, all of them times `factor`; `dbias` is fp32."""
+    """Write the gradients that are given, all of them times `factor`; `dbias` is fp32, `dweight` may be added to."""
     num_rows, num_classes = rows.shape[0], weight.shape[0]
     tiles = plan_tiles(num_rows, num_classes, rows.element_size(), max_bytes)
     buffer = rows.new_empty(tiles.num_rows * padded(tiles.num_cols))
@@ -244,7 +245,7 @@ def sliced_gradients(
             if dhidden is not None:
                 total = accumulate(total, logits, weight[cols])
             if scaled is not None:
-                _add_product(dweight[cols], logits.t(), scaled, is_first)  # type: ignore[index]
+                _add_product(dweight[cols], logits.t(), scaled, is_first and not adds_dweight)  # type: ignore[index]
             if dbias is not None:
                 dbias[cols] = logits.sum(0, dtype=wide) + (0 if is_first else dbias[cols])
         if dhidden is not None and has_kernel:

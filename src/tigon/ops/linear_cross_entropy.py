@@ -97,7 +97,10 @@ def linear_cross_entropy_reference(
     memory: Memory = "default",
     token_weight: Tensor | None = None,
     skip_ignored: bool = False,
+    main_grad: Tensor | None = None,
 ) -> Tensor | CrossEntropyOutput:
+    if main_grad is not None:
+        weight = _AddInto.apply(weight, main_grad)
     # What an ignored row holds must not reach dweight, where 0 * inf is NaN.
     hidden = hidden.masked_fill((labels == ignore_index).unsqueeze(-1), 0.0)
     logits = F.linear(hidden, weight, bias)
@@ -119,6 +122,21 @@ def linear_cross_entropy_reference(
     divisor = mean_divisors(labels, None, ignore_index, num_items, wide)[0] if reduction == "mean" else 1.0
     weighted = [w * t if reduction == "none" else (w * t).sum() / divisor for t in _as_tuple(rows)]
     return CrossEntropyOutput(*weighted) if return_z_loss else weighted[0]
+
+
+class _AddInto(torch.autograd.Function):
+    """The weight, whose gradient is added to another tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.main_grad = main_grad
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweight: Tensor) -> tuple[None, None]:
+        ctx.main_grad.add_(dweight)
+        return None, None
 
 
 def _as_tuple(out: Tensor | CrossEntropyOutput) -> tuple[Tensor, ...]:
@@ -261,19 +279,26 @@ class _RowLosses(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         class_weight: Tensor | None,
+        main_grad: Tensor | None,
         settings: tuple[Any, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
         ce, squares, stats, *_ = _fwd(hidden, weight, bias, labels, class_weight, None, None, None, *settings)
         ctx.save_for_backward(hidden, weight, bias, labels, class_weight, stats)
-        ctx.settings = settings
+        ctx.settings, ctx.main_grad = settings, main_grad
         return (ce, squares) if settings[2] else ce
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dce: Tensor, dsquares: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        gradients = _bwd(*ctx.saved_tensors, dce, dsquares, *ctx.settings)
-        wanted = (g if is_needed else None for g, is_needed in zip(gradients, ctx.settings[0], strict=True))
-        return *wanted, None, None, None
+        needs = ctx.settings[0]
+        if ctx.main_grad is None:
+            gradients = _bwd(*ctx.saved_tensors, dce, dsquares, *ctx.settings)
+        else:
+            *inputs, stats = ctx.saved_tensors
+            given = *inputs, None, None, stats, dce, dsquares, None, *ctx.settings[:-1]
+            gradients, needs = drive_sliced(*given, main_grad=ctx.main_grad), (needs[0], False, needs[2])
+        wanted = (g if is_needed else None for g, is_needed in zip(gradients, needs, strict=True))
+        return *wanted, *[None] * 4
 
 
 class _ScalarLoss(torch.autograd.Function):
@@ -392,6 +417,7 @@ def linear_cross_entropy(
     memory: Memory = "default",
     token_weight: Tensor | None = None,
     skip_ignored: bool = False,
+    main_grad: Tensor | None = None,
 ) -> Tensor | CrossEntropyOutput:
     """Cross entropy of `hidden @ weight.T` against `labels`, without storing the logits.
 
@@ -423,6 +449,9 @@ def linear_cross_entropy(
             gradient. Not with `class_weight`.
         skip_ignored: compute only the rows that are not ignored. The host waits for their number, so not while a
             compiler or a CUDA graph records; worth it where more than a few percent are ignored.
+        main_grad: fp32 `[V, D]`, contiguous: backward adds the gradient of `weight` to it, tile by tile, and gives
+            `weight` itself none. Hooks on the weight, those of a gradient bucket for example, do not run. With
+            `memory="min"`, in eager mode.
 
     Returns:
         Scalar fp32 (fp64 for fp64 inputs), or `[...]` for reduction "none"; with `return_z_loss` the named tuple
@@ -479,6 +508,16 @@ def linear_cross_entropy(
         require(token_weight.shape == rows, name, "token_weight", f"shape {tuple(rows)}", tuple(token_weight.shape))
         require(not token_weight.requires_grad, name, "token_weight", "no requires_grad", "a tensor that has it")
         require(class_weight is None, name, "token_weight", "None with class_weight", "a tensor")
+    if main_grad is not None:
+        shape = tuple(weight.shape)
+        is_fp32 = main_grad.dtype == torch.float32 and main_grad.is_contiguous()
+        got = f"{main_grad.dtype} {tuple(main_grad.shape)} with strides {main_grad.stride()}"
+        require(tuple(main_grad.shape) == shape and is_fp32, name, "main_grad", f"contiguous fp32 {shape}", got)
+        require_same_device(name, hidden=hidden, main_grad=main_grad)
+        require(memory == "min", name, "memory", "'min' with main_grad", memory)
+        require(weight.requires_grad, name, "weight", "requires_grad with main_grad", weight.requires_grad)
+        is_plain = not any(_op.is_traced(t) for t in (hidden, weight, labels))
+        require(is_plain, name, "main_grad", "None while compiling and for tensor subclasses", "a tensor")
     labels = checked_labels(name, labels, num_classes, ignore_index)
     if skip_ignored:
         is_unseen = _op.is_traced(hidden) or (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -500,6 +539,7 @@ def linear_cross_entropy(
             return_z_loss=return_z_loss,
             max_logits_bytes=max_logits_bytes,
             memory=memory,
+            main_grad=main_grad,
         )
 
     has_kernel = not runs_reference(name, hidden, weight, labels, bias=bias)
@@ -543,7 +583,7 @@ def linear_cross_entropy(
             return CrossEntropyOutput(*out)
         return CrossEntropyOutput(out, torch.zeros_like(out)) if return_z_loss else out
     if any(needs):
-        out = _RowLosses.apply(*inputs, settings)
+        out = _RowLosses.apply(*inputs, main_grad, settings)
         ce, squares = out if z_loss else (out, None)
     else:
         ce, squares, *_ = _fwd(*inputs, None, None, None, *settings)

@@ -8,6 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 
@@ -51,3 +54,21 @@ def launches(request: pytest.FixtureRequest) -> Iterator[list[Launched]]:
 
     with mock.patch.object(module, "launch", spy):
         yield made
+
+
+class ProductSpy(TorchDispatchMode):
+    """Counts matrix products and remembers the shape and size of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+        self.made: list[tuple[tuple[int, ...], int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        seen = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in seen:
+                self.made.append((tuple(t.shape), t.numel() * t.itemsize))
+        return out

@@ -13,10 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.ops.conftest import ProductSpy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tigon
@@ -74,24 +73,6 @@ def _assert_within_budget(
     high = _run(linear_cross_entropy_reference, *wide, **plain)
     for name, a, b, c in zip(NAMES, actual, low, high, strict=False):
         assert_within_budget(name, a, b, c)
-
-
-class _Spy(TorchDispatchMode):
-    """Counts matrix products and remembers the shape and size of every tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = 0
-        self.made: list[tuple[tuple[int, ...], int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-        seen = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in pytree.tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in seen:
-                self.made.append((tuple(t.shape), t.numel() * t.itemsize))
-        return out
 
 
 # Values.
@@ -228,7 +209,7 @@ def test_without_grad_no_gradient_is_computed(backend: str, context: Callable[[]
     hidden, weight, labels = _inputs(7, 8, 48)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     expected = tigon.linear_cross_entropy(*leaves, labels)
-    with context(), _Spy() as spy:
+    with context(), ProductSpy() as spy:
         loss = tigon.linear_cross_entropy(*leaves, labels, max_logits_bytes=4 * 48 * 4)
     torch.testing.assert_close(loss, expected.detach())
     assert not loss.requires_grad
@@ -243,7 +224,7 @@ def test_frozen_inputs_cost_nothing(backend: str, reduction: str, trainable: str
     given = {"hidden": hidden, "weight": weight, "bias": torch.randn(40)}
     expected = _run(linear_cross_entropy_reference, hidden, weight, labels, given["bias"], reduction=reduction)
     given[trainable].requires_grad_()
-    with _Spy() as spy:
+    with ProductSpy() as spy:
         loss = tigon.linear_cross_entropy(**given, labels=labels, reduction=reduction)
         loss.sum().backward()
     torch.testing.assert_close(given[trainable].grad, expected[1 + list(given).index(trainable)])
@@ -256,9 +237,9 @@ def test_number_of_matrix_products(backend: str) -> None:
 
     def products(use: Callable[[Any], Tensor], **options: Any) -> tuple[int, int]:
         leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        with _Spy() as forward:
+        with ProductSpy() as forward:
             out = tigon.linear_cross_entropy(*leaves, labels, **options)
-        with _Spy() as backward:
+        with ProductSpy() as backward:
             use(out).backward()
         return forward.products, backward.products
 
@@ -396,7 +377,7 @@ def test_memory_stays_within_the_promise(rows: int, dtype: torch.dtype) -> None:
     """No tensor over the classes is larger than asked for, neither with gradients nor without."""
     hidden, weight, labels = _inputs(64, 8, 1000, dtype=dtype)
     limit = rows * 1000 * dtype.itemsize
-    with tigon.backend("torch"), mock.patch.object(drivers, "CPU_SLICE_LOGITS", 1000), _Spy() as spy:
+    with tigon.backend("torch"), mock.patch.object(drivers, "CPU_SLICE_LOGITS", 1000), ProductSpy() as spy:
         tigon.linear_cross_entropy(
             hidden.requires_grad_(),
             weight.requires_grad_(),

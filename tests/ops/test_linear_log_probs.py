@@ -13,10 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.ops.conftest import ProductSpy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 from tigon.ops import linear_log_probs_reference
@@ -79,24 +78,6 @@ def _assert_within_budget(
     high = _run(linear_log_probs_reference, *wide, **plain)
     for name, a, b, c in zip(NAMES, actual, low, high, strict=False):
         assert_within_budget(name, a, b, c)
-
-
-class _Spy(TorchDispatchMode):
-    """Counts matrix products and remembers the shape and size of every tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = 0
-        self.made: list[tuple[tuple[int, ...], int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-        seen = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in pytree.tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in seen:
-                self.made.append((tuple(t.shape), t.numel() * t.itemsize))
-        return out
 
 
 # Values and gradients.
@@ -308,7 +289,7 @@ def test_frozen_inputs_cost_nothing(backend: str, trainable: str) -> None:
     upstream = torch.ones(7), torch.ones(7)
     expected = _run(linear_log_probs_reference, hidden, weight, labels, given["bias"], upstream)
     given[trainable].requires_grad_()
-    with _Spy() as spy:
+    with ProductSpy() as spy:
         out = tigon.linear_log_probs(**given, labels=labels, return_entropy=True)
         (out.log_probs + out.entropy).sum().backward()
     torch.testing.assert_close(given[trainable].grad, expected[2 + list(given).index(trainable)])
@@ -320,12 +301,12 @@ def test_number_of_matrix_products(backend: str) -> None:
     hidden, weight, labels = _inputs(7, 8, 48)
     for limit, chunks in ((None, 1), (4 * 48 * 4, 2)):
         leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        with _Spy() as forward:
+        with ProductSpy() as forward:
             out = tigon.linear_log_probs(*leaves, labels, return_entropy=True, max_logits_bytes=limit)
-        with _Spy() as backward:
+        with ProductSpy() as backward:
             (out.log_probs * out.entropy).sum().backward()
         assert (forward.products, backward.products) == (chunks, 3 * chunks)
-        with torch.no_grad(), _Spy() as spy:
+        with torch.no_grad(), ProductSpy() as spy:
             tigon.linear_log_probs(*leaves, labels, return_entropy=True, max_logits_bytes=limit)
         assert spy.products == chunks
 
@@ -374,7 +355,7 @@ def test_memory_stays_within_the_promise(rows: int, dtype: torch.dtype) -> None:
     """No tensor over the classes is larger than asked for, neither in forward nor in backward."""
     hidden, weight, labels = _inputs(64, 8, 1000, dtype=dtype)
     limit = rows * 1000 * dtype.itemsize
-    with tigon.backend("torch"), mock.patch.object(module, "CPU_SLICE_LOGITS", 1000), _Spy() as spy:
+    with tigon.backend("torch"), mock.patch.object(module, "CPU_SLICE_LOGITS", 1000), ProductSpy() as spy:
         _run(
             tigon.linear_log_probs,
             hidden,

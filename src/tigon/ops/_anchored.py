@@ -17,7 +17,8 @@ memory with the gradient of the weight, of which a part is written when the bloc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -207,7 +208,7 @@ def anchor_rows(
     softcap: float | None,
     scale: float | None,
     *,
-    fill: Any = None,
+    fill: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Turn logits into e in place and fill `ce` and `stats`; the factors v of the rows, fp32.
 

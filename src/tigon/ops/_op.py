@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 BACKENDS = ("auto", "triton", "torch")
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 # By name: torch 2.11 cannot trace the function that tells.
-AUTOCAST_DEVICES = ("cuda", "cpu", "xpu")
+_AUTOCAST_DEVICES = ("cuda", "cpu", "xpu")
 # Stand-ins of plain tensors while a call is traced; by name, since importing them is slow.
 _TRACED = ("FakeTensor", "FunctionalTensor")
 
@@ -70,6 +70,13 @@ def op(*, reference: Callable[..., Any], supports: Callable[..., list[str]]) -> 
 def is_traced(t: Tensor | None) -> bool:
     """True while a compiler records the call, and for the stand-ins that it records with."""
     return torch.compiler.is_compiling() or type(t) not in _PLAIN_TENSORS
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype that `F.linear` casts to on a device of this type, None where it casts nothing."""
+    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def define(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
@@ -137,7 +144,7 @@ def once_differentiable(backward: F) -> F:
                 "for example tigon.ops.rms_norm_reference, to get one"
             )
         device = next((t.device.type for t in upstream if t is not None), "cpu")
-        if torch.compiler.is_compiling() or device not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
+        if torch.compiler.is_compiling() or autocast_dtype(device) is None:
             return backward(ctx, *upstream)
         # The dtypes were chosen in forward; a backward called inside autocast must not choose again.
         with torch.autocast(device, enabled=False):

@@ -164,24 +164,21 @@ def fake_gradients(
     return tuple(t.new_empty(t.shape if is_needed else (0,)) for t, is_needed in inputs)  # type: ignore[return-value]
 
 
-def matmul_dtype(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """The dtype in which `F.linear` would multiply, autocast included.
+def matmul_dtype(name: str, argument: str, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """The dtype in which `F.linear` would multiply what `argument` names, of `dtype`, autocast included.
 
     Raises:
         ValueError: the dtypes differ and autocast does not make them one.
     """
-    device = hidden.device.type
-    cast = None
-    if device in _op.AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
-        cast = torch.get_autocast_dtype(device)
+    cast = _op.autocast_dtype(weight.device.type)
 
-    def used(t: Tensor) -> torch.dtype:
-        return t.dtype if cast is None or t.dtype == torch.float64 else cast
+    def used(dtype: torch.dtype) -> torch.dtype:
+        return dtype if cast is None or dtype == torch.float64 else cast
 
-    for argument, tensor in (("weight", weight), ("bias", bias)):
+    for other, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
-            require(used(tensor) == used(hidden), name, argument, f"dtype {hidden.dtype} of hidden", tensor.dtype)
-    return used(hidden)
+            require(used(tensor.dtype) == used(dtype), name, other, f"dtype {dtype} of {argument}", tensor.dtype)
+    return used(dtype)
 
 
 def is_foreign(t: Tensor | None) -> bool:

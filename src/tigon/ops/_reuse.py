@@ -104,9 +104,16 @@ def _sole_holder() -> tuple[int, int]:
 
 def _is_private(t: Tensor) -> bool:
     """False for memory that torch shares with another library, process or file, or that is held without a tensor."""
-    fresh = torch.empty(0)
-    storage, other = t.untyped_storage(), fresh.untyped_storage()
+    storage = t.untyped_storage()
     is_shared = t.device.type == "cpu" and storage.is_shared()
     # All Python names of a storage are one holder in its count. The interpreter keeps some of its own.
-    is_named = not INTERPRETED and sys.getrefcount(storage) > sys.getrefcount(other)
+    is_named = not INTERPRETED and sys.getrefcount(storage) > _names_of_storage()
     return storage.resizable() and not is_shared and not is_named
+
+
+@functools.cache
+def _names_of_storage() -> int:
+    """What `sys.getrefcount` finds of a storage that is one local variable."""
+    fresh = torch.empty(0)
+    storage = fresh.untyped_storage()
+    return sys.getrefcount(storage)

@@ -483,7 +483,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, class_weight: Tensor | None, options: tuple[Any, ...]
     ) -> Tensor | tuple[Tensor, Tensor]:
         ce, squares, stats = _fwd(logits, labels, class_weight, *options)
-        save_for_reuse(ctx, logits, labels, class_weight, stats)
+        save_for_reuse(ctx, logits, others=(labels, class_weight, stats))
         ctx.options = options
         return (ce, squares) if options[0] else ce
 

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._check import require, require_floating, require_same_device
-from ._op import AUTOCAST_DEVICES, define, is_traced, once_differentiable, op, runs_reference
+from ._op import define, is_traced, once_differentiable, op, runs_reference
+from ._projection import matmul_dtype
 from ._reuse import claim, save_for_reuse
 from .glu import _OPTIONS, LimitOn, fill_bwd, glu_reference, kernel_options, require_inputs, require_options
 from .glu import _fwd as _product
@@ -163,30 +164,6 @@ class _GLULinear(torch.autograd.Function):
 # ---- public ----
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that `F.linear` casts to there, None where it casts nothing."""
-    if device.type not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
-
-
-def _matmul_dtype(name: str, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """The dtype in which `F.linear` would multiply the product, autocast included.
-
-    Raises:
-        ValueError: the dtypes differ and autocast does not make them one.
-    """
-    dtype, cast = product_dtype(gate, up), autocast_dtype(gate.device)
-
-    def used(dtype: torch.dtype) -> torch.dtype:
-        return dtype if cast is None or dtype == torch.float64 else cast
-
-    for argument, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            require(used(tensor.dtype) == used(dtype), name, argument, f"dtype {dtype} of gate and up", tensor.dtype)
-    return used(dtype)
-
-
 def _supports(
     gate: Tensor, up: Tensor | None = None, weight: Tensor | None = None, *, bias: Tensor | None = None, **_: Any
 ) -> list[str]:
@@ -246,7 +223,7 @@ def glu_linear(
     if bias is not None:
         require(bias.shape == shape[:1], name, "bias", f"shape {shape[:1]}", tuple(bias.shape))
     require_same_device(name, gate=gate, weight=weight, bias=bias)
-    dtype = _matmul_dtype(name, gate, up, weight, bias)
+    dtype = matmul_dtype(name, "gate and up", product_dtype(gate, up), weight, bias)
     if runs_reference(name, gate, up, weight, bias=bias):
         return glu_linear_reference(
             gate,

@@ -448,7 +448,7 @@ def linear_cross_entropy(
         token_weight: `[...]`, factor of the cross entropy and the z-loss of each row; changes no divisor and gets no
             gradient. Not with `class_weight`.
         skip_ignored: compute only the rows that are not ignored. The host waits for their number, so not while a
-            compiler or a CUDA graph records; worth it where more than a few percent are ignored.
+            compiler or a CUDA graph records.
         main_grad: fp32 `[V, D]`, contiguous: backward adds the gradient of `weight` to it, tile by tile, and gives
             `weight` itself none. Hooks on the weight, those of a gradient bucket for example, do not run. With
             `memory="min"`, in eager mode.
@@ -494,7 +494,7 @@ def linear_cross_entropy(
     is_weighted = class_weight is not None and label_smoothing != 0
     require(memory == "default" or not is_weighted, name, "memory", "'default' with smoothing and class_weight", memory)
     require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias, class_weight=class_weight)
-    dtype = matmul_dtype(name, hidden, weight, bias)
+    dtype = matmul_dtype(name, "hidden", hidden.dtype, weight, bias)
     was_given = max_logits_bytes is not None
     if max_logits_bytes is None:
         max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES

@@ -647,7 +647,7 @@ def linear_log_probs(
     if logit_scale is not None:
         require_number(name, "logit_scale", logit_scale)
     require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias)
-    dtype = matmul_dtype(name, hidden, weight, bias)
+    dtype = matmul_dtype(name, "hidden", hidden.dtype, weight, bias)
     if max_logits_bytes is None:
         max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
     require_bytes(name, "max_logits_bytes", max_logits_bytes)

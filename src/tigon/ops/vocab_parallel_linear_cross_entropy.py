@@ -568,7 +568,7 @@ def vocab_parallel_linear_cross_entropy(
     if vocab_start is not None:
         require_number(name, "vocab_start", vocab_start, low=0)
     require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias)
-    dtype = matmul_dtype(name, hidden, weight, bias)
+    dtype = matmul_dtype(name, "hidden", hidden.dtype, weight, bias)
     if max_logits_bytes is None:
         max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
     require_bytes(name, "max_logits_bytes", max_logits_bytes)

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops._device import constant_while_compiling
-from ..ops._op import DEBUG
-from ..ops.glu_linear import autocast_dtype, glu_linear, glu_linear_reference, product_dtype
+from ..ops._op import DEBUG, autocast_dtype
+from ..ops.glu_linear import glu_linear, glu_linear_reference, product_dtype
 from . import _glu, _probe, _swap
 from ._form import Found, Match, argument_of, is_plain
 from ._gate import choose
@@ -86,7 +86,7 @@ def why_apart(mlp: _glu.GluSettings, down: nn.Module, gate: Tensor, up: Tensor |
     if weight.device != gate.device:
         return f"the weight of its {mlp.down} is on another device"
     dtype = product_dtype(gate, up)
-    is_cast = autocast_dtype(gate.device) is not None and not mlp.casts
+    is_cast = autocast_dtype(gate.device.type) is not None and not mlp.casts
     if not is_cast and any(t is not None and t.dtype != dtype for t in (weight, bias)):
         return f"the weight of its {mlp.down} has another dtype than what it is multiplied with"
     return ""

@@ -19,13 +19,12 @@ def head_inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
         "weight": make.randn(case.V, case.D, scale=2.0 * case.D**-0.5, dtype=dtype),
         "labels": draw_labels(case, make),
         "bias": make.randn(case.V, scale=3.0, dtype=dtype) if case.sizes.get("bias") else None,
-        "class_weight": draw_class_weight(case, make),
     }
 
 
 def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
     weighted = make.randn(case.M, dtype=torch.float32) if case.sizes.get("token_weight") else None
-    return {**head_inputs(case, make), "token_weight": weighted}
+    return {**head_inputs(case, make), "class_weight": draw_class_weight(case, make), "token_weight": weighted}
 
 
 def _no_token_weight(

@@ -9,18 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.linear_log_probs import LogProbsOutput, linear_log_probs_reference
-from ._spec import Case, Cost, Make, Mutation, OpSpec
-from .cross_entropy import draw_labels
-
-
-def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
-    dtype = torch.float32 if case.sizes.get("fp32") else None
-    return {
-        "hidden": make.randn(case.M, case.D, dtype=dtype),
-        "weight": make.randn(case.V, case.D, scale=2.0 * case.D**-0.5, dtype=dtype),
-        "labels": draw_labels(case, make),
-        "bias": make.randn(case.V, scale=3.0, dtype=dtype) if case.sizes.get("bias") else None,
-    }
+from ._spec import Case, Cost, Mutation, OpSpec
+from .linear_cross_entropy import head_inputs
 
 
 def _cost(case: Case, itemsize: int) -> Cost:
@@ -128,7 +118,7 @@ SPEC = OpSpec(
         Case("fp32", {"M": 8, "D": 64, "V": 128, "fp32": 1}, {"return_entropy": True}),
         Case("hidden_4096", {"M": 8192, "D": 4096, "V": 128256}, {"return_entropy": True}, models_only=True),
     ),
-    inputs=_inputs,
+    inputs=head_inputs,
     differentiable=("hidden", "weight", "bias"),
     empty=Case("empty", {"M": 0, "D": 8, "V": 64, "bias": 1}, {"return_entropy": True, "return_predictions": True}),
     cost=_cost,

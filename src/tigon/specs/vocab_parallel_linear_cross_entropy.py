@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 from ..ops.vocab_parallel_linear_cross_entropy import vocab_parallel_linear_cross_entropy_reference as reference
-from ._spec import Case, Make, Mutation, OpSpec
+from ._spec import Case, Mutation, OpSpec
 from .linear_cross_entropy import head_cost, head_inputs
-
-
-def _inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
-    inputs = head_inputs(case, make)
-    del inputs["class_weight"]
-    return inputs
 
 
 def _of_two_shards(fault: str) -> Any:
@@ -74,7 +68,7 @@ SPEC = OpSpec(
         Case("all_ignored", {"M": 5, "D": 16, "V": 40, "bias": 1, "all_ignored": 1}),
         Case("hidden_4096", {"M": 8192, "D": 4096, "V": 32064}, models_only=True),
     ),
-    inputs=_inputs,
+    inputs=head_inputs,
     differentiable=("hidden", "weight", "bias"),
     empty=Case("empty", {"M": 0, "D": 8, "V": 64, "bias": 1}),
     cost=head_cost,

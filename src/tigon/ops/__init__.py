@@ -13,6 +13,8 @@ from .modulated_norm import ModulatedResidual, modulated_norm, modulated_norm_re
 from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
 from .rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
+from .rms_norm_glu import rms_norm_glu, rms_norm_glu_reference
+from .rms_norm_mlp import rms_norm_mlp, rms_norm_mlp_reference
 from .rope import rope, rope_reference
 from .sandwich_norm import sandwich_norm, sandwich_norm_reference
 from .softmax import log_softmax, log_softmax_reference, softmax, softmax_reference
@@ -60,6 +62,10 @@ __all__ = [
     "rms_norm",
     "rms_norm_gated",
     "rms_norm_gated_reference",
+    "rms_norm_glu",
+    "rms_norm_glu_reference",
+    "rms_norm_mlp",
+    "rms_norm_mlp_reference",
     "rms_norm_reference",
     "rope",
     "rope_reference",

@@ -72,6 +72,14 @@ def is_traced(t: Tensor | None) -> bool:
     return torch.compiler.is_compiling() or type(t) not in _PLAIN_TENSORS
 
 
+def as_output(y: Tensor, like: Tensor) -> Tensor:
+    """`y` with the leading axes of `like`, for an `autograd.Function` to return.
+
+    Into a view of a temporary, which torch's products of more than two axes may be, autograd lets nobody write.
+    """
+    return torch.ops.aten._unsafe_view.default(y, [*like.shape[:-1], y.shape[-1]])
+
+
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype that `F.linear` casts to on a device of this type, None where it casts nothing."""
     if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):

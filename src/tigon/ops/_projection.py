@@ -165,17 +165,22 @@ def fake_gradients(
 
 
 def matmul_dtype(name: str, argument: str, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """`shared_matmul_dtype` of a weight and its bias."""
+    return shared_matmul_dtype(name, argument, dtype, weight=weight, bias=bias)
+
+
+def shared_matmul_dtype(name: str, argument: str, dtype: torch.dtype, **factors: Tensor | None) -> torch.dtype:
     """The dtype in which `F.linear` would multiply what `argument` names, of `dtype`, autocast included.
 
     Raises:
         ValueError: the dtypes differ and autocast does not make them one.
     """
-    cast = _op.autocast_dtype(weight.device.type)
+    cast = _op.autocast_dtype(next(t for t in factors.values() if t is not None).device.type)
 
     def used(dtype: torch.dtype) -> torch.dtype:
         return dtype if cast is None or dtype == torch.float64 else cast
 
-    for other, tensor in (("weight", weight), ("bias", bias)):
+    for other, tensor in factors.items():
         if tensor is not None:
             require(used(tensor.dtype) == used(dtype), name, other, f"dtype {dtype} of {argument}", tensor.dtype)
     return used(dtype)

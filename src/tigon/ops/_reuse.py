@@ -67,6 +67,13 @@ def claim(ctx: Any, *saved: Tensor | None) -> list[bool]:
     return claimed
 
 
+def release(ctx: Any) -> None:
+    """Let go of what `ctx` saved, unless the graph is kept: names in backward are then the last that hold it."""
+    clear = getattr(ctx, "maybe_clear_saved_tensors", None)
+    if clear is not None:
+        clear()
+
+
 def _holders(*saved: Tensor | None) -> list[tuple[int, int]]:
     """How many tensors hold the memory of each, and how many names and C++ objects the tensor itself has."""
     return [(0, 0) if t is None else (_uses(t), sys.getrefcount(t)) for t in saved]

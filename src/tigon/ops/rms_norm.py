@@ -606,6 +606,18 @@ def _supports(x: Tensor, weight: Tensor | None = None, *, residual: Tensor | Non
     return reasons
 
 
+def require_scale(
+    name: str, x: Tensor, weight: Tensor | None, offset: float, cast: str, argument: str = "weight"
+) -> None:
+    """Raise unless `weight`, which messages call `argument`, is a scale of the last axis of `x` with these options."""
+    require(x.dim() >= 1, name, "x", "at least one axis", "a scalar")
+    require_one_of(name, "cast", cast, CASTS)
+    require(weight is not None or offset == 0, name, "offset", "0 without a weight", offset)
+    require(weight is not None or cast != "cast_to_weight", name, argument, "a tensor for this cast", None)
+    if weight is not None:
+        require(weight.shape == x.shape[-1:], name, argument, f"shape {tuple(x.shape[-1:])}", tuple(weight.shape))
+
+
 @op(reference=rms_norm_reference, supports=_supports)
 def rms_norm(
     x: Tensor,
@@ -646,15 +658,10 @@ def rms_norm(
     """
     name = "rms_norm"
     require_floating(name, x=x, weight=weight, residual=residual)
-    require(x.dim() >= 1, name, "x", "at least one axis", "a scalar")
-    require_one_of(name, "cast", cast, CASTS)
-    require(weight is not None or offset == 0, name, "offset", "0 without a weight", offset)
-    require(weight is not None or cast != "cast_to_weight", name, "weight", "a tensor for this cast", None)
+    require_scale(name, x, weight, offset, cast)
     if group_size is not None:
         divides = group_size > 0 and x.shape[-1] % group_size == 0
         require(divides, name, "group_size", f"a divisor of {x.shape[-1]}", group_size)
-    if weight is not None:
-        require(weight.shape == x.shape[-1:], name, "weight", f"shape {tuple(x.shape[-1:])}", tuple(weight.shape))
     if residual is not None:
         require(residual.shape == x.shape, name, "residual", f"shape {tuple(x.shape)}", tuple(residual.shape))
     require_same_device(name, x=x, weight=weight, residual=residual)

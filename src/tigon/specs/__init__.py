@@ -18,6 +18,8 @@ NAMES = (
     "swiglu",
     "geglu",
     "glu_linear",
+    "rms_norm_glu",
+    "rms_norm_mlp",
     "rope",
     "qk_norm_rope",
     "cross_entropy",

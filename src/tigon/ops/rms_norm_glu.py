@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._check import require, require_floating, require_same_device
-from ._op import as_output, is_traced, once_differentiable, op, runs_reference
+from ._op import as_output, define, is_traced, once_differentiable, op, runs_reference
 from ._projection import shared_matmul_dtype
 from ._reuse import claim, release, save_for_reuse
 from .glu import LimitOn, fill_bwd, glu_reference, kernel_options, require_options
@@ -109,9 +109,13 @@ def project(
 ) -> Projected:
     """Norm, projections and activation: the whole forward, and what backward repeats of it to have gate and up again.
 
-    `dtype` is that of the matrix products. `rstd` is what an earlier call with this `x` gave: it need not be used.
+    `dtype` is that of the matrix products. `rstd` is what forward gave for this `x`, None in forward itself.
     """
-    n, rstd = _normalised(x, norm_weight, dtype, eps, offset, cast)
+    if rstd is None:
+        n, _, rstd = _norm_fwd(x, _row(norm_weight), None, eps, offset, cast, None)
+        n = _as_factor(n, dtype)
+    else:
+        n = _as_factor(_norm_again(x, norm_weight, eps, offset, cast), dtype)
     gate, up = linear(n, gate_weight, gate_bias), None if up_weight is None else linear(n, up_weight, up_bias)
     # Before the product is made, which is the largest.
     del n
@@ -119,12 +123,18 @@ def project(
     return Projected(product, rstd, *(gate, up) if saves else (None, None))
 
 
-def _normalised(
-    x: Tensor, norm_weight: Tensor | None, dtype: torch.dtype, eps: float, offset: float, cast: str
-) -> tuple[Tensor, Tensor]:
-    """`[M, D]` in the dtype of the matrix products, and rstd."""
-    n, _, rstd = _norm_fwd(x, _row(norm_weight), None, eps, offset, cast, None)
-    return n.to(dtype).view(num_rows(x), x.shape[-1]), rstd
+def _fake_again(x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
+    return x.new_empty(x.shape, dtype=_out_dtype(x, norm_weight, cast))
+
+
+@define("rms_norm_again(Tensor x, Tensor? norm_weight, float eps, float offset, str cast) -> Tensor", fake=_fake_again)
+def _norm_again(x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
+    """The norm for backward: a compiler that saw forward's operator twice would keep what the first gave."""
+    return _norm_fwd(x, _row(norm_weight), None, eps, offset, cast, None)[0]
+
+
+def _as_factor(n: Tensor, dtype: torch.dtype) -> Tensor:
+    return n.to(dtype).view(num_rows(n), n.shape[-1])
 
 
 def _row(norm_weight: Tensor | None) -> Tensor | None:
@@ -190,7 +200,7 @@ def input_gradients(
         half, dweight, dbias = halves.pop(0), None, None
         if needs_dweight[i]:
             if n is None:
-                n, _ = _normalised(x, norm_weight, half.dtype, eps, offset, cast)
+                n = _as_factor(_norm_again(x, norm_weight, eps, offset, cast), half.dtype)
             dweight = torch.mm(half.t(), n).to(dtypes[2 + 2 * i])
         if not any(needs_dweight[i + 1 :]):
             n = None

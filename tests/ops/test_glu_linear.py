@@ -276,6 +276,13 @@ def test_checkpointed_gradients(use_reentrant: bool, device: torch.device) -> No
     assert is_same([leaf.grad for leaf in leaves], run(apart, inputs)[1:])
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_output_may_be_written_to(bias: bool, device: torch.device) -> None:
+    inputs = draw(device, 2, 5, bias=bias)
+    actual = run(lambda *given, **options: tigon.glu_linear(*given, **options).mul_(1), inputs)
+    assert is_same(actual, run(tigon.glu_linear, inputs))
+
+
 @pytest.mark.parametrize("changed", [0, 2])
 def test_a_changed_input_is_noticed(changed: int, device: torch.device) -> None:
     inputs = [t.requires_grad_() for t in draw(device, 10, bias=False) if t is not None]

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._check import require, require_floating, require_same_device
-from ._op import define, is_traced, once_differentiable, op, runs_reference
+from ._op import as_output, define, is_traced, once_differentiable, op, runs_reference
 from ._projection import matmul_dtype
 from ._reuse import claim, save_for_reuse
 from .glu import _OPTIONS, LimitOn, fill_bwd, glu_reference, kernel_options, require_inputs, require_options
@@ -126,7 +126,8 @@ class _GLULinear(torch.autograd.Function):
         save_for_reuse(ctx, *inputs, others=(weight if needs_inputs else None,))
         ctx.options, ctx.dtypes = options, (weight.dtype, None if bias is None else bias.dtype)
         product = _product(gate, up, *options).to(dtype)
-        return F.linear(product, weight.to(dtype), None if bias is None else bias.to(dtype))
+        y = F.linear(product, weight.to(dtype), None if bias is None else bias.to(dtype))
+        return as_output(y, gate)
 
     @staticmethod
     @once_differentiable

@@ -22,9 +22,9 @@ from .timing import Timing, capture, copy_gbps, device_times, graph_times, host_
 MODES = ("forward", "backward", "both")
 OURS = "tigon"
 # Absent tensors that every implementation has a parameter for; other absent ones are left out of the call.
-_POSITIONAL = ("weight", "up", "k")
+_POSITIONAL = ("weight", "up", "k", "norm_weight", "up_weight")
 PRODUCTS = "matrix_products"
-_HOW = ("max_logits_bytes", "memory")
+_HOW = ("max_logits_bytes", "memory", "recompute")
 # A graph holds so many calls that their inputs are several times the cache, and takes no more memory than this.
 _REPLICA_BYTES, _MAX_GRAPH_BYTES, _MAX_REPLICAS = 512 * 2**20, 24 * 2**30, 12
 
@@ -149,10 +149,13 @@ def _products(shape: torch.Size) -> Callable[..., Any]:
         def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
             return ctx.gradients
 
-    def products(weight: Tensor, hidden: Tensor | None = None, gate: Tensor | None = None, **given: Any) -> Tensor:
-        if gate is None:
-            return Products.apply(hidden, weight)
-        return _LayerProducts.apply(gate, given["up"], weight)
+    def products(**given: Any) -> Tensor:
+        if "gate_weight" in given:
+            names = "x", "norm_weight", "gate_weight", "up_weight", "down_weight"
+            return _MlpProducts.apply(*(given.get(name) for name in names))
+        if "gate" in given:
+            return _LayerProducts.apply(given["gate"], given["up"], given["weight"])
+        return Products.apply(given["hidden"], given["weight"])
 
     return products
 
@@ -173,6 +176,45 @@ class _LayerProducts(torch.autograd.Function):
         # Of gradients that are no products, a number that takes no time.
         dgate, dup = (None if shape is None else dhidden[0, 0].expand(shape) for shape in ctx.shapes)
         return dgate, dup, dweight
+
+
+class _MlpProducts(torch.autograd.Function):
+    """The matrix products of a gated MLP and nothing else: with gate for the product, and gate and up for gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        gate_weight: Tensor,
+        up_weight: Tensor | None,
+        down_weight: Tensor | None,
+    ) -> Tensor:
+        weights = [w for w in (gate_weight, up_weight) if w is not None]
+        halves = [F.linear(x, w) for w in weights]
+        product = halves[0] if up_weight is not None else halves[0][:, : gate_weight.shape[0] // 2]
+        ctx.is_scaled = norm_weight is not None
+        ctx.save_for_backward(x, product, down_weight, *halves, *weights)
+        if down_weight is not None:
+            return F.linear(product, down_weight)
+        return product if up_weight is not None else product.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, product, down_weight, *rest = ctx.saved_tensors
+        halves, weights = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        ddown_weight = dx = None
+        if down_weight is not None:
+            ddown_weight = dy.T @ product
+            # What would be the gradient of the product, for its time alone.
+            torch.mm(dy, down_weight)
+        dweights = []
+        for half, weight in zip(halves, weights, strict=True):
+            dweights.append(half.T @ x)
+            dx = half @ weight if dx is None else dx.addmm_(half, weight)
+        # A gradient that is no product is a number that takes no time.
+        dnorm_weight = dx[0, 0].expand(x.shape[-1]) if ctx.is_scaled else None  # type: ignore[index]
+        return dx, dnorm_weight, *dweights, *[None] * (2 - len(dweights)), ddown_weight
 
 
 def _without_ours(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import Peer
@@ -76,6 +77,38 @@ def _glu(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu", **
     if activation == "gelu_tanh":
         return _ops().LigerGELUMulFunction.apply(gate, up)
     raise NotImplementedError(f"no activation {activation}")
+
+
+def _rms_norm_glu(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: str = "cast_then_scale",
+    **options: Any,
+) -> Tensor:
+    if norm_weight is None or up_weight is None or cast not in _CASTING:
+        raise NotImplementedError("only norms with weights, and separate gate and up")
+    n = _rms_norm(x, norm_weight, eps=eps, offset=offset, cast=cast)
+    return _glu(F.linear(n, gate_weight, gate_bias), F.linear(n, up_weight, up_bias), **options)
+
+
+def _rms_norm_mlp(
+    x: Tensor,
+    *first: Any,
+    down_weight: Tensor,
+    down_bias: Tensor | None = None,
+    residual: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Its modules for the norm and the MLP one after the other, as its patched models have them."""
+    y = F.linear(_rms_norm_glu(x, *first, **options), down_weight, down_bias)
+    return x + y if residual else y
 
 
 def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
@@ -207,6 +240,8 @@ PEER = Peer(
         "group_norm": _group_norm,
         "modulated_norm": _modulated_norm,
         "glu": _glu,
+        "rms_norm_glu": _rms_norm_glu,
+        "rms_norm_mlp": _rms_norm_mlp,
         "rope": _rope,
         "qk_norm_rope": _qk_norm_rope,
         "cross_entropy": _cross_entropy,

@@ -62,5 +62,26 @@ def test_launch_is_described_as_triton_specialises_it() -> None:
         ("eps", "fp32"),
         ("BLOCK", "constexpr"),
     )
-    assert launch.divisible == ("x_ptr", "stride")
+    assert launch.constants == (((1,), None), ((3,), 1), ((5,), 8))
+    assert launch.divisible == ((0,), (2,))
     assert launch.options == (("num_warps", 4),)
+
+
+def test_tuples_and_what_is_not_to_be_specialised_are_described() -> None:
+    import torch
+
+    class Parameter:
+        is_constexpr = False
+
+        def __init__(self, do_not_specialize: bool) -> None:
+            self.do_not_specialize = do_not_specialize
+
+    class Kernel:
+        __name__ = "kernel"
+        arg_names = ("args", "more")
+        params = (Parameter(True), Parameter(False))
+
+    launch = describe(Kernel(), ((torch.ones(2), 1, None), (16, torch.ones(2))), {})
+    assert launch.signature == (("args", ("*fp32", "i32", "constexpr")), ("more", ("i32", "*fp32")))
+    assert launch.constants == (((0, 2), None),)
+    assert launch.divisible == ((1, 0), (1, 1))

@@ -102,6 +102,41 @@ def test_logits_in_the_memory_of_dweight(rows: int, logit_scale: float | None, s
         assert len(places) == 1
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "width", "num_classes", "room"),
+    [(8192, 2304, 256000, 1.25), (32768, 4096, 128256, 1.25), (16384, 2048, 128256, 1.25), (5000, 1000, 50257, 0.15)],
+)
+def test_the_first_rows_in_the_memory_of_dweight_spare_a_chunk(
+    num_rows: int, width: int, num_classes: int, room: float
+) -> None:
+    max_elements = int(room * 2**29)
+    row = _anchored.padded(num_classes)
+    plan = _anchored.plan_rows(num_rows, width, num_classes, max_elements)
+    assert plan is not None
+    assert plan.num_outside <= max_elements
+    assert plan.num_outside >= max(plan.blocks.num_outside, row * plan.step)
+    rest = num_rows - plan.num_first
+    assert plan.num_chunks == 1 + -(-rest // plan.step) < -(-num_rows // (max_elements // row // 256 * 256))
+
+
+def test_first_rows_in_the_memory_of_dweight_and_the_others_in_chunks() -> None:
+    hidden, weight, labels = _case(74, 20, 1500, 0.3)
+    places = []
+    place = _anchored.place_blocks
+    _anchored.plan_rows.cache_clear()
+    with (
+        mock.patch("tigon.ops._linear_cross_entropy.place_blocks", lambda *a: places.append(a) or place(*a)),
+        mock.patch("tigon.ops._linear_cross_entropy._FREE_SUM_BYTES", 0),
+        mock.patch("tigon.ops._anchored._ROW_ALIGN", 16),
+    ):
+        _compare(hidden, weight, labels, max_logits_bytes=4 * 1504 * 36)
+    _anchored.plan_rows.cache_clear()
+    ((plan, _, num_first, outside),) = places
+    assert 16 <= num_first < 74
+    assert len(plan.widths) > 1
+    assert outside.numel() <= 1504 * 36
+
+
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0, 1000.0])
 @pytest.mark.parametrize("num_classes", [300, 9000])
 def test_any_spread_of_logits(num_classes: int, spread: float) -> None:

@@ -17,12 +17,15 @@ memory with the gradient of the weight, of which a part is written when the bloc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._hopper import TILE_N
+from ._hopper_cross_entropy import anchored_products, label_logits
 from ._launch import cdiv, launch, next_power_of_2
 from ._projection import padded
 from ._triton import tl, triton
@@ -107,6 +110,39 @@ def _anchored_kernel(
 
 
 @triton.jit
+def _loss(anchor, others, z_label):
+    """Loss of a row, the logarithm of its whole sum relative to `anchor`, and that sum."""
+    shift = tl.where(anchor == float("-inf"), 0.0, anchor)
+    e_label = tl.exp(z_label - shift)
+    total = others + e_label
+    log_sum = tl.log(total)
+    # log(1 + ratio) with the digits of a small ratio.
+    is_likely = others < e_label
+    ratio = tl.where(is_likely, others, 0.0) / tl.where(is_likely, e_label, 1.0)
+    one_more = 1.0 + ratio
+    small = tl.where(
+        one_more == 1.0, ratio, tl.log(one_more) * (ratio / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
+    )
+    return tl.where(is_likely, small, log_sum - (z_label - shift)), log_sum, total
+
+
+@triton.jit
+def _losses_kernel(labels_ptr, state_ptr, label_ptr, ce_ptr, stats_ptr, num_rows, ignore_index, BLOCK: tl.constexpr):
+    """One program per BLOCK rows, of which only losses and statistics are wanted."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < num_rows
+    is_valid = mask & (tl.load(labels_ptr + rows, mask=mask, other=0) != ignore_index)
+    anchor = tl.load(state_ptr + 2 * rows, mask=mask, other=0.0)
+    others = tl.load(state_ptr + 2 * rows + 1, mask=mask, other=0.0)
+    z_label = tl.load(label_ptr + 2 * rows, mask=mask, other=0.0)
+    loss, log_sum, _ = _loss(anchor, others, z_label)
+    peak = tl.where(z_label == z_label, anchor, float("nan"))
+    tl.store(ce_ptr + rows, tl.where(is_valid, loss, 0.0), mask=mask)
+    tl.store(stats_ptr + 2 * rows, tl.where(is_valid, peak, 0.0), mask=mask)
+    tl.store(stats_ptr + 2 * rows + 1, tl.where(is_valid, log_sum, 0.0), mask=mask)
+
+
+@triton.jit
 def _finish_kernel(
     e_ptr,
     labels_ptr,
@@ -172,18 +208,8 @@ def _finish_kernel(
         tl.store(e_ptr + label, rounded)
 
     if IS_LAST:
-        shift = tl.where(anchor == float("-inf"), 0.0, anchor)
-        e_label = tl.exp(z_label - shift)
-        total = others + e_label
-        log_sum = tl.log(total)
-        # log(1 + ratio) with the digits of a small ratio.
-        is_likely = others < e_label
-        ratio = tl.where(is_likely, others, 0.0) / tl.where(is_likely, e_label, 1.0)
-        one_more = 1.0 + ratio
-        small = tl.where(
-            one_more == 1.0, ratio, tl.log(one_more) * (ratio / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
-        )
-        tl.store(ce_ptr + row, tl.where(is_likely, small, log_sum - (z_label - shift)))
+        loss, log_sum, total = _loss(anchor, others, z_label)
+        tl.store(ce_ptr + row, loss)
         tl.store(stats_ptr + 2 * row, tl.where(z_label == z_label, anchor, float("nan")))
         tl.store(stats_ptr + 2 * row + 1, log_sum)
         dce = tl.load(dce_ptr + row * dce_stride).to(tl.float32)
@@ -209,24 +235,74 @@ def anchor_rows(
     scale: float | None,
     *,
     fill: Callable[[int], None] | None = None,
+    factors: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Turn logits into e in place and fill `ce` and `stats`; the factors v of the rows, fp32.
 
-    `blocks` hold the logits column after column; `fill(i)` is called right before block i is read, to make it.
+    `blocks` hold the logits column after column; `fill(i)` is called right before block i is read, to make it. With
+    `factors`, hidden and weight, whose product is taken by a kernel that stores e, what the blocks hold is not read.
     """
     num_rows = labels.numel()
-    state, label_info, factors = (
-        labels.new_empty(shape, dtype=torch.float32) for shape in ((num_rows, 2), (num_rows, 2), (num_rows,))
-    )
-    wide = scale or 1.0, float(softcap or 0.0)
+    state = labels.new_empty((num_rows, 2), dtype=torch.float32)
+    if factors is None:
+        label_info = torch.empty_like(state)
+        anchors = _anchor_blocks(blocks, labels, state, label_info, ignore_index, softcap, scale, fill)
+    else:
+        label_info = label_logits(*factors, labels, ignore_index, scale)
+        options = ignore_index, scale, _MAX_RISE
+        anchors = anchored_products(*factors, labels, label_info, blocks, state, *options)
+    row_factors = state.new_empty(num_rows)
+    flat = dce.reshape(-1)
+    first = 0
+    for index, block in enumerate(blocks):
+        num_cols = block.shape[1]
+        launch(
+            _finish_kernel,
+            (num_rows,),
+            block,
+            labels,
+            state,
+            label_info,
+            anchors[index],
+            ce,
+            stats,
+            flat,
+            row_factors,
+            block.stride(0),
+            anchors[index].stride(0),
+            flat.stride(0) if flat.numel() > 1 else 0,
+            first,
+            num_cols,
+            ignore_index,
+            scale or 1.0,
+            IS_LAST=index == len(blocks) - 1,
+            BLOCK_T=next_power_of_2(anchors[index].shape[1]),
+            BLOCK_V=TILE_N if factors is not None else _tile(num_cols)[0],
+            num_warps=4,
+        )
+        first += num_cols
+    return row_factors
+
+
+def _anchor_blocks(
+    blocks: list[Tensor],
+    labels: Tensor,
+    state: Tensor,
+    label_info: Tensor,
+    ignore_index: int,
+    softcap: float | None,
+    scale: float | None,
+    fill: Callable[[int], None] | None,
+) -> list[Tensor]:
+    """The pass over logits that are in memory; anchors of the tiles of each block."""
     anchors: list[Tensor] = []
     first = 0
     for index, block in enumerate(blocks):
         if fill is not None:
             fill(index)
-        num_cols = block.shape[1]
+        num_rows, num_cols = block.shape
         tile, num_warps = _tile(num_cols)
-        anchors.append(labels.new_empty((num_rows, cdiv(num_cols, tile)), dtype=torch.float32))
+        anchors.append(state.new_empty((num_rows, cdiv(num_cols, tile))))
         launch(
             _anchored_kernel,
             (num_rows,),
@@ -240,8 +316,8 @@ def anchor_rows(
             first,
             num_cols,
             ignore_index,
-            wide[1],
-            wide[0],
+            float(softcap or 0.0),
+            scale or 1.0,
             _MAX_RISE,
             IS_FIRST=index == 0,
             HAS_SOFTCAP=softcap is not None,
@@ -251,44 +327,38 @@ def anchor_rows(
             num_warps=num_warps,
         )
         first += num_cols
-    first = 0
-    flat = dce.reshape(-1)
-    for index, block in enumerate(blocks):
-        num_cols = block.shape[1]
-        tile, num_warps = _tile(num_cols)
-        launch(
-            _finish_kernel,
-            (num_rows,),
-            block,
-            labels,
-            state,
-            label_info,
-            anchors[index],
-            ce,
-            stats,
-            flat,
-            factors,
-            block.stride(0),
-            anchors[index].stride(0),
-            flat.stride(0) if flat.numel() > 1 else 0,
-            first,
-            num_cols,
-            ignore_index,
-            wide[0],
-            IS_LAST=index == len(blocks) - 1,
-            BLOCK_T=next_power_of_2(anchors[index].shape[1]),
-            BLOCK_V=tile,
-            num_warps=4,
-        )
-        first += num_cols
-    return factors
+    return anchors
+
+
+_LOSS_BLOCK = 256
+
+
+def product_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ce: Tensor,
+    stats: Tensor,
+    ignore_index: int,
+    scale: float | None,
+) -> None:
+    """Fill `ce` and `stats` of the logits `hidden @ weight.T`, of which none reaches memory."""
+    label_info = label_logits(hidden, weight, labels, ignore_index, scale)
+    state = torch.empty_like(label_info)
+    anchored_products(hidden, weight, labels, label_info, None, state, ignore_index, scale, _MAX_RISE)
+    num_rows = labels.numel()
+    rows = labels, state, label_info, ce, stats, num_rows, ignore_index
+    launch(_losses_kernel, (cdiv(num_rows, _LOSS_BLOCK),), *rows, BLOCK=_LOSS_BLOCK, num_warps=4)
 
 
 # ---- memory ----
 
-_ALIGN = 128
+# A tile of `_hopper.py`, and the height of two of other matrix products.
+_ALIGN = 256
 # Share of the classes in the first block, which sets the room between a block and the gradient that takes its place.
 _FIRST_SHARES = (16, 12)
+# Rows of a chunk are a multiple of this: the height of a tile of a matrix product.
+_ROW_ALIGN = 128
 
 
 class Blocks(NamedTuple):
@@ -333,12 +403,51 @@ def _blocks_from(first: int, num_rows: int, width: int, num_classes: int, align:
 
 def wave_columns(num_sms: int, num_classes: int) -> int:
     """Columns of which a matrix product fills all multiprocessors with tiles again and again, if there are so many."""
-    columns = num_sms // 2 * _ALIGN
+    columns = num_sms // 4 * _ALIGN
     return columns if columns and num_classes >= 8 * columns else _ALIGN
 
 
-def place_blocks(plan: Blocks, dweight: Tensor, num_rows: int) -> list[Tensor]:
-    """The blocks of `plan`, in the memory of `dweight`, which is contiguous, and in new memory."""
+class Rows(NamedTuple):
+    """Rows whose logits come to lie in the memory of dweight, their blocks, and how the rest is divided."""
+
+    num_first: int
+    blocks: Blocks
+    step: int
+    num_chunks: int
+    num_outside: int
+
+
+@functools.lru_cache(maxsize=64)
+def plan_rows(num_rows: int, width: int, num_classes: int, max_elements: int, align: int = _ALIGN) -> Rows | None:
+    """The fewest chunks of rows whose logits take `max_elements` outside of dweight, the first of them in its memory.
+
+    Of plans with as many chunks that which takes least outside; None where the memory of dweight spares no chunk.
+    """
+    row = padded(num_classes)
+    num_plain = cdiv(num_rows, max(max_elements // row // _ROW_ALIGN * _ROW_ALIGN, 1))
+    best = None
+    for num_first in {min(n, num_rows) for n in range(_ROW_ALIGN, num_rows + _ROW_ALIGN, _ROW_ALIGN)}:
+        # More rows than that have no room in dweight and outside of it.
+        if num_first * row > num_classes * width + max_elements:
+            continue
+        blocks = plan_blocks(num_first, width, num_classes, align)
+        if not blocks.inside or blocks.num_outside > max_elements:
+            continue
+        rest = num_rows - num_first
+        for num_chunks in range(1 + (rest > 0), num_plain):
+            step = cdiv(cdiv(rest, max(num_chunks - 1, 1)), _ROW_ALIGN) * _ROW_ALIGN
+            num_outside = max(blocks.num_outside, step * row)
+            if num_outside > max_elements:
+                continue
+            plan = Rows(num_first, blocks, step, num_chunks, num_outside)
+            if best is None or (plan.num_chunks, plan.num_outside) < (best.num_chunks, best.num_outside):
+                best = plan
+            break
+    return best
+
+
+def place_blocks(plan: Blocks, dweight: Tensor, num_rows: int, outside: Tensor) -> list[Tensor]:
+    """The blocks of `plan`, in the memory of `dweight`, which is contiguous, and in that of `outside`."""
     flat = dweight.view(-1)
     blocks = [
         flat[start : start + num_rows * num_cols].view(num_rows, num_cols)
@@ -346,5 +455,5 @@ def place_blocks(plan: Blocks, dweight: Tensor, num_rows: int) -> list[Tensor]:
     ]
     if plan.num_outside:
         num_cols = plan.widths[-1]
-        blocks.append(flat.new_empty(plan.num_outside).view(num_rows, padded(num_cols))[:, :num_cols])
+        blocks.append(outside[: plan.num_outside].view(num_rows, padded(num_cols))[:, :num_cols])
     return blocks

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Launch `kernel` on the device of its first argument, a tensor; an empty grid does nothing."""
+    """Launch `kernel` on the device of its first argument, a tensor or its descriptor; an empty grid does nothing."""
     if 0 in grid:
         return
-    device = args[0].device
+    device = getattr(args[0], "base", args[0]).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](*args, **constants)

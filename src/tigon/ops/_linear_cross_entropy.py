@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,16 +12,13 @@ from torch import Tensor
 from ._anchored import (
     anchor_rows,
     place_blocks,
-    plan_blocks,
+    plan_rows,
     wave_columns,
 )
-from ._device import (
-    num_sms,
-)
-from ._launch import (
-    as_rows,
-    cdiv,
-)
+from ._choice import take
+from ._device import num_sms
+from ._hopper_cross_entropy import can_anchor
+from ._launch import as_rows, cdiv, next_power_of_2
 from ._projection import (
     CPU_SLICE_LOGITS,
     SLICE_LOGITS,
@@ -45,7 +43,7 @@ from .cross_entropy import (
 )
 
 # fp32 sums of dhidden over blocks of classes, and sums of dweight that are not worth a rounding.
-_SUM_BYTES, _FREE_SUM_BYTES = 96 << 20, 64 << 20
+_SUM_BYTES, _FREE_SUM_BYTES = 64 << 20, 64 << 20
 _MAX_ROUNDED_CHUNKS = 8
 
 
@@ -264,6 +262,16 @@ def drive_anchored(
         else:
             torch.addmm(b[part], h, w[part].t(), out=block)
 
+    def anchored(blocks: list[Tensor], h: Tensor, rows: slice) -> Tensor:
+        """Turn blocks into e, by a kernel that multiplies too where that is faster; the factors of the rows."""
+        firsts = [sum(block.shape[1] for block in blocks[:i]) for i in range(len(blocks))]
+        given = blocks, labels[rows], ce[rows], stats[rows], dce if dce.dim() == 0 else dce[rows], *options
+        ways = {"product, then anchored": partial(anchor_rows, *given, fill=lambda i: fill(blocks[i], h, firsts[i]))}
+        if can_anchor(h, w, b, softcap, scale):
+            ways = {"anchored product": partial(anchor_rows, *given, factors=(h, w)), **ways}
+        key = "linear_cross_entropy", next_power_of_2(h.shape[0]), num_classes, width
+        return take(key, ways, h.device)
+
     def write_dhidden(blocks: list[Tensor], factors: Tensor, start: int) -> None:
         """Rows from `start` on, as many at a time as an fp32 sum over the blocks has room for."""
         out = dhidden.view(num_rows, width)
@@ -279,37 +287,36 @@ def drive_anchored(
 
     stride = row_stride(num_classes, hidden.device)
     row_bytes = stride * dtype.itemsize
-    if needs_dweight and weight.dtype == dtype and num_rows * row_bytes > max_logits_bytes:
-        plan = plan_blocks(num_rows, width, num_classes, wave_columns(num_sms(hidden.device), num_classes))
-        if plan.num_outside * dtype.itemsize <= max_logits_bytes:
-            dweight = weight.new_empty(weight.shape)
-            blocks = place_blocks(plan, dweight, num_rows)
-            h = rows.to(dtype)
-            firsts = [sum(plan.widths[:i]) for i in range(len(blocks))]
-            factors = anchor_rows(
-                blocks, labels, ce, stats, dce, *options, fill=lambda i: fill(blocks[i], h, firsts[i])
-            )
+    step = chunk_rows(num_rows, row_bytes, max_logits_bytes)
+    num_chunks, start, total, buffer = cdiv(num_rows, max(step, 1)), 0, None, None
+    is_rounded = weight.dtype == dtype and (num_chunks <= 1 or not _sums_widely(num_chunks, weight.numel()))
+    if needs_dweight and weight.dtype == dtype and num_chunks > 1:
+        align = wave_columns(num_sms(hidden.device), num_classes)
+        plan = plan_rows(num_rows, width, num_classes, max_logits_bytes // dtype.itemsize, align)
+        # A first chunk that is all of them adds nothing up.
+        if plan is not None and (plan.num_chunks == 1 or not _sums_widely(plan.num_chunks, weight.numel())):
+            total, buffer = weight.new_empty(weight.shape), rows.new_empty(plan.num_outside, dtype=dtype)
+            blocks = place_blocks(plan.blocks, total, plan.num_first, buffer)
+            start, step, is_rounded = plan.num_first, plan.step, True
+            y, h = labels[:start], rows[:start].to(dtype)
+            factors = anchored(blocks, h, slice(start))
             if needs_dhidden:
                 write_dhidden(blocks, factors, 0)
-            h = scale_rows(h, labels, factors, factor, ignore_index, h.new_empty(h.shape))
+            h = scale_rows(h, y, factors, factor, ignore_index, h.new_empty(h.shape))
             # From the first on: each part of dweight lies where blocks before it were.
-            for block, first in zip(blocks, firsts, strict=True):
-                torch.mm(block.t(), h, out=dweight[first : first + block.shape[1]])
-            return dhidden, dweight
-
-    step = chunk_rows(num_rows, row_bytes, max_logits_bytes)
-    buffer = rows.new_empty((step, stride), dtype=dtype)[:, :num_classes]
-    num_chunks = cdiv(num_rows, max(step, 1))
-    is_rounded = weight.dtype == dtype and (num_chunks <= 1 or not _sums_widely(num_chunks, weight.numel()))
-    total = None
-    for start in range(0, num_rows, max(step, 1)):
-        end = min(start + step, num_rows)
-        logits, h, y = buffer[: end - start], rows[start:end].to(dtype), labels[start:end]
-        fill(logits, h, 0)
-        upstream = dce if dce.dim() == 0 else dce[start:end]
-        factors = anchor_rows([logits], y, ce[start:end], stats[start:end], upstream, *options)
+            first = 0
+            for block in blocks:
+                torch.mm(block.t(), h, out=total[first : first + block.shape[1]])
+                first += block.shape[1]
+    if start < num_rows:
+        buffer = rows.new_empty(step * stride, dtype=dtype) if buffer is None else buffer[: step * stride]
+        buffer = buffer.view(step, stride)[:, :num_classes]
+    for i in range(start, num_rows, max(step, 1)):
+        j = min(i + step, num_rows)
+        logits, h, y = buffer[: j - i], rows[i:j].to(dtype), labels[i:j]  # type: ignore[index]
+        factors = anchored([logits], h, slice(i, j))
         if needs_dhidden:
-            write_dhidden([logits], factors, start)
+            write_dhidden([logits], factors, i)
         if needs_dweight:
             h = scale_rows(h, y, factors, factor, ignore_index, h.new_empty(h.shape))
             if not is_rounded:

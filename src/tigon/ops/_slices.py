@@ -10,19 +10,25 @@ to that, the logit of the label if it is here, and for smoothing the sum of dist
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._launch import cdiv
-from ._projection import CPU_SLICE_LOGITS, TILE_ROWS, accumulate, padded, scale_rows, scaled_rows
+from ._anchored import product_losses
+from ._choice import take
+from ._hopper import TILE_N
+from ._hopper_cross_entropy import can_anchor, label_flags, product_dlogits
+from ._launch import cdiv, next_power_of_2
+from ._projection import CPU_SLICE_LOGITS, accumulate, padded, scale_rows, scaled_rows
 from .cross_entropy import launch_rows, stand_in_labels, wide_dtype
 
 IGNORED, ELSEWHERE = -1, -2
-# Rows of a tile: as many as make the height of a matrix product, and no more sums of dweight than these.
-_MAX_ROWS, _MAX_ROW_CHUNKS = 8192, 8
+# Rows of a tile, and the most sums of dweight. A tile of r rows and c classes adds r numbers of 8 bytes to the sums of
+# dhidden for each that it adds, of 4 bytes, to dweight; of 64 MiB of logits, r = 4096 moves least.
+_MAX_ROWS, _MAX_ROW_CHUNKS = 4096, 8
 
 
 class Options(NamedTuple):
@@ -129,9 +135,9 @@ class _Tiles(NamedTuple):
 def plan_tiles(num_rows: int, num_classes: int, itemsize: int, max_bytes: int) -> _Tiles:
     """Few chunks of rows, because each adds to dweight; as many classes as the rest of `max_bytes` allows."""
     rows = max(1, min(num_rows, max(_MAX_ROWS, cdiv(num_rows, _MAX_ROW_CHUNKS))))
-    cols = max_bytes // itemsize // rows // TILE_ROWS * TILE_ROWS
+    cols = max_bytes // itemsize // rows // TILE_N * TILE_N
     if cols == 0:
-        cols = min(padded(num_classes), TILE_ROWS)
+        cols = min(padded(num_classes), TILE_N)
         rows = max(1, min(rows, max_bytes // itemsize // cols))
     return _Tiles(rows, min(cols, padded(num_classes)))
 
@@ -145,9 +151,12 @@ def _local_labels(labels: Tensor, num_classes: int, ignore_index: int, num_cols:
     return local.masked_fill(~is_here, ELSEWHERE).masked_fill_(~valid, IGNORED)
 
 
+def _tile_of(buffer: Tensor, num_rows: int, num_cols: int) -> Tensor:
+    return buffer[: num_rows * padded(num_cols)].view(num_rows, padded(num_cols))[:, :num_cols]
+
+
 def _product(h: Tensor, weight: Tensor, bias: Tensor | None, part: slice, buffer: Tensor) -> Tensor:
-    num_cols = part.stop - part.start
-    out = buffer[: h.shape[0] * padded(num_cols)].view(h.shape[0], padded(num_cols))[:, :num_cols]
+    out = _tile_of(buffer, h.shape[0], part.stop - part.start)
     if bias is None:
         return torch.mm(h, weight[part].t(), out=out)
     return torch.addmm(bias[part], h, weight[part].t(), out=out)
@@ -171,36 +180,57 @@ def sliced_statistics(
     has_kernel: bool,
 ) -> None:
     """Fill `ce`, `squares` and `stats`, vectors of the rows; `weight` has the dtype of `rows`."""
-    num_rows, num_classes = rows.shape[0], weight.shape[0]
-    tiles = plan_tiles(num_rows, num_classes, rows.element_size(), max_bytes)
-    buffer = rows.new_empty(tiles.num_rows * padded(tiles.num_cols))
-    columns = _parts(num_classes, tiles.num_cols)
-    smoothing = options.label_smoothing
-    for part in _parts(num_rows, tiles.num_rows):
-        h = rows[part]
-        y = _local_labels(labels[part], num_classes, ignore_index, tiles.num_cols)
-        found = stats.new_empty((len(columns), h.shape[0], 2))
-        at = stats.new_empty((len(columns), h.shape[0]))
-        distance = torch.empty_like(at) if smoothing else None
-        for index, cols in enumerate(columns):
-            logits = _product(h, weight, bias, cols, buffer)
-            part_distance = None if distance is None else distance[index]
-            shard_statistics(logits, y[index], at[index], part_distance, found[index], options, num_classes, has_kernel)
-        valid, _, poison = stand_in_labels(labels[part], num_classes, ignore_index, stats.dtype)
-        own = found[..., 0]
-        peak = own.amax(0)
-        shift = peak.masked_fill(peak == float("-inf"), 0.0)
-        log_sum = (found[..., 1] * (own - shift).exp()).sum(0).log()
-        loss = log_sum - (1 - smoothing) * (at - shift).masked_fill(y < 0, 0.0).sum(0)
-        if distance is not None:
-            sizes = stats.new_tensor([c.stop - c.start for c in columns]).unsqueeze(-1)
-            loss -= smoothing / num_classes * (distance + sizes * (anchor_of(at) - shift)).sum(0)
-        # NaN where the label is no class, also in the gradient, which starts from the statistics.
-        peak = peak * poison
-        ce[part] = (loss * poison).masked_fill(~valid, 0.0)
-        stats[part] = torch.stack((peak, log_sum), -1).masked_fill(~valid.unsqueeze(-1), 0.0)
+    num_classes = weight.shape[0]
+    tiles = plan_tiles(rows.shape[0], num_classes, rows.element_size(), max_bytes)
+    for part in _parts(rows.shape[0], tiles.num_rows):
+        h, out = rows[part], (labels[part], ce[part], stats[part])
+        tiled = partial(_tiled_statistics, h, weight, bias, *out, tiles.num_cols, ignore_index, options, has_kernel)
+        ways: dict[str, Callable[[], None]] = {"product, then statistics": tiled}
+        if has_kernel and not options.label_smoothing and can_anchor(h, weight, bias, *options[2:]):
+            fused = partial(product_losses, h, weight, *out, ignore_index, options.scale)
+            ways = {"product into statistics": fused, **ways}
+        take(("statistics", next_power_of_2(h.shape[0]), *weight.shape), ways, h.device)
         if squares is not None:
-            squares[part] = (options.z_loss * (peak + log_sum).square()).masked_fill(~valid, 0.0)
+            squares[part] = options.z_loss * stats[part].sum(-1).square()
+
+
+def _tiled_statistics(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ce: Tensor,
+    stats: Tensor,
+    num_cols: int,
+    ignore_index: int,
+    options: Options,
+    has_kernel: bool,
+) -> None:
+    """Those of rows whose logits are computed for `num_cols` classes at a time."""
+    num_classes, smoothing = weight.shape[0], options.label_smoothing
+    buffer = h.new_empty(h.shape[0] * padded(num_cols))
+    columns = _parts(num_classes, num_cols)
+    y = _local_labels(labels, num_classes, ignore_index, num_cols)
+    found = stats.new_empty((len(columns), h.shape[0], 2))
+    at = stats.new_empty((len(columns), h.shape[0]))
+    distance = torch.empty_like(at) if smoothing else None
+    for index, cols in enumerate(columns):
+        logits = _product(h, weight, bias, cols, buffer)
+        part_distance = None if distance is None else distance[index]
+        shard_statistics(logits, y[index], at[index], part_distance, found[index], options, num_classes, has_kernel)
+    valid, _, poison = stand_in_labels(labels, num_classes, ignore_index, stats.dtype)
+    own = found[..., 0]
+    peak = own.amax(0)
+    shift = peak.masked_fill(peak == float("-inf"), 0.0)
+    log_sum = (found[..., 1] * (own - shift).exp()).sum(0).log()
+    loss = log_sum - (1 - smoothing) * (at - shift).masked_fill(y < 0, 0.0).sum(0)
+    if distance is not None:
+        sizes = stats.new_tensor([c.stop - c.start for c in columns]).unsqueeze(-1)
+        loss -= smoothing / num_classes * (distance + sizes * (anchor_of(at) - shift)).sum(0)
+    # NaN where the label is no class, also in the gradient, which starts from the statistics.
+    peak = peak * poison
+    ce.copy_((loss * poison).masked_fill(~valid, 0.0))
+    stats.copy_(torch.stack((peak, log_sum), -1).masked_fill(~valid.unsqueeze(-1), 0.0))
 
 
 def sliced_gradients(
@@ -239,9 +269,20 @@ def sliced_gradients(
         elif dweight is not None:
             scaled = scaled_rows(h, labels[part], factor, ignore_index, has_kernel)
         is_first, total = part.start == 0, None
+        is_plain = has_kernel and not (options.z_loss or options.label_smoothing)
+        multiplies = is_plain and can_anchor(h, weight, bias, *options[2:])
+        flags = label_flags(labels[part], num_classes, ignore_index) if multiplies else None
         for index, cols in enumerate(columns):
-            logits = _product(h, weight, bias, cols, buffer)
-            shard_dlogits(logits, y[index], stats[part], *upstream, options, num_classes, has_kernel)  # type: ignore[arg-type]
+            logits = _tile_of(buffer, h.shape[0], cols.stop - cols.start)
+
+            made = partial(_product_then_dlogits, h, weight, bias, cols, buffer, y[index], stats[part], upstream)
+            ways: dict[str, Callable[[], None]] = {"product, then dlogits": partial(made, options, has_kernel)}
+            if flags is not None:
+                given = labels[part], flags, stats[part], upstream[0], cols.start, ignore_index, options.scale, logits
+                ways = {"product into dlogits": partial(product_dlogits, h, weight[cols], *given), **ways}
+            # Tiles of all sizes but the last are alike.
+            size = next_power_of_2(h.shape[0]), next_power_of_2(logits.shape[1]), h.shape[1]
+            take(("dlogits", *size), ways, h.device)
             if dhidden is not None:
                 total = accumulate(total, logits, weight[cols])
             if scaled is not None:
@@ -254,6 +295,22 @@ def sliced_gradients(
             dhidden[part] = total if factor is None else total * factor  # type: ignore[operator]
     if dbias is not None and factor is not None:
         dbias *= factor
+
+
+def _product_then_dlogits(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cols: slice,
+    buffer: Tensor,
+    labels: Tensor,
+    stats: Tensor,
+    upstream: list[Tensor],
+    options: Options,
+    has_kernel: bool,
+) -> None:
+    logits = _product(h, weight, bias, cols, buffer)
+    shard_dlogits(logits, labels, stats, *upstream, options, weight.shape[0], has_kernel)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:

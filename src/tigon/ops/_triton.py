@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+
+class _Absent:
+    """Decorates kernels without compiling them; calling one is prevented by the backend choice."""
+
+    @staticmethod
+    def jit(fn: Any = None, **_: Any) -> Any:
+        return fn if fn is not None else lambda kernel: kernel
+
+
 try:
     import triton
     import triton.language as tl
 except ImportError:
-
-    class _Absent:
-        """Decorates kernels without compiling them; calling one is prevented by the backend choice."""
-
-        @staticmethod
-        def jit(fn: Any = None, **_: Any) -> Any:
-            return fn if fn is not None else lambda kernel: kernel
-
     triton: Any = _Absent()
     tl: Any = _Absent()
     HAS_TRITON = False

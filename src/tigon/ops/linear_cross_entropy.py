@@ -11,9 +11,10 @@ Rows are taken in chunks: the logits of one chunk are computed, turned into dlog
 the gradients before the next chunk overwrites them. For a scalar loss that happens in forward, up to the upstream
 gradient, which backward multiplies in; for losses of rows backward computes the logits again. The dlogits of a mean
 are those of a sum: times 1 / divisor the label's entries, all next to -1, would all have the same rounding error.
-The plain loss reads its logits once (`_anchored.py`). Where all of them fit into the memory of dweight and what
-`max_logits_bytes` adds to it, they are one chunk, in blocks of classes, and each part of dweight is written by one
-product over logits that are used up.
+The plain loss reads its logits once (`_anchored.py`), or, on compute capability 9.0, takes the exponentials before they
+reach memory (`_hopper_cross_entropy.py`). Logits of the first rows lie in the memory of dweight and what
+`max_logits_bytes` adds to it, in blocks of classes, and each part of dweight is written by one product over logits that
+are used up; where these are all rows, there is one chunk.
 
 M rows (all leading axes), D hidden size, V classes. Saved for backward: the inputs, 8 bytes a row, and for a
 scalar loss the gradients.   Source: Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989
@@ -444,7 +445,7 @@ def linear_cross_entropy(
             but for rounding.
         memory: "min" computes logits by tiles of rows and classes of at most 64 MiB (or `max_logits_bytes`), once for
             the loss and once more in backward: four products, and beside the gradients fp32 sums of that of up to
-            8192 rows of `hidden`. Not with `label_smoothing` and `class_weight` at once.
+            4096 rows of `hidden`. Not with `label_smoothing` and `class_weight` at once.
         token_weight: `[...]`, factor of the cross entropy and the z-loss of each row; changes no divisor and gets no
             gradient. Not with `class_weight`.
         skip_ignored: compute only the rows that are not ignored. The host waits for their number, so not while a
@@ -462,15 +463,18 @@ def linear_cross_entropy(
             A label that is neither a class nor `ignore_index` raises on a CPU; on a GPU the loss of its row and
             the gradients it enters are NaN, and TIGON_DEBUG=1 raises.
 
-    Numerics: logits in the dtype of the product, statistics and losses in fp32; `dweight` and `dbias` add up over
+    Numerics: logits in the dtype of the product, or in fp32 where a kernel takes them further at once, statistics and
+              losses in fp32; `dweight` and `dbias` add up over
               chunks in fp32 and are rounded to the dtype of their input, and once more where the upstream
               gradient is not 1. The sum of a 16-bit `dweight` of more than 64 MiB in fp32 is rounded after each of
               up to 8 chunks instead; raise `max_logits_bytes` for fewer.
-    Memory:   `max_logits_bytes`, the gradients, fp32 sums of 96 MiB, and an fp32 copy of `dweight` while more than 8
+    Memory:   `max_logits_bytes`, the gradients, fp32 sums of 64 MiB, and an fp32 copy of `dweight` while more than 8
               16-bit chunks add up.
               A mean or a sum takes three matrix products. A fourth, of logits computed again in backward, is the
               price of reduction "none", of fp16 (whose range needs the loss scale before rounding), of an
               upstream gradient for the returned z-loss, and of a second backward.
+    Choice:   between kernels for compute capability 9.0 and others by time, once for a size, waiting for the device;
+              the first ones while a CUDA graph records and under `torch.use_deterministic_algorithms`.
     Differs from the reference: never in formula; order of summation over V and over rows. Tensor subclasses go to the
               reference itself, which stores all logits.
     Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.

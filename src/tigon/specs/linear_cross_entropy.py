@@ -165,5 +165,14 @@ SPEC = OpSpec(
     # another shape than the reference: twice its error, measured, is that of the same product on fewer rows.
     factor={"z_loss": 4.0, "one_row": 4.0, "hidden_4096": 3.0, "hidden_4096_min": 3.0},
     # fp32 launches what fp16 does not: its gradients wait for the upstream gradient instead of being multiplied.
-    compile_cases=("hidden_4096", "softcap_2304", "fp32", "softcap_scale", "class_weight", "z_loss", "tiles_options"),
+    compile_cases=(
+        "hidden_4096",
+        "hidden_1024_min",
+        "softcap_2304",
+        "fp32",
+        "softcap_scale",
+        "class_weight",
+        "z_loss",
+        "tiles_options",
+    ),
 )

@@ -1,8 +1,9 @@
 """Checks an operator against its reference on the user's own machine: what the tests run, shipped.
 
 Every run of the operator happens with poisoned allocations. The stages, in the order in which a failure
-explains the next: forward, backward, gradients of each subset of inputs, strided inputs, an expanded upstream
-gradient, inputs left unchanged, the same bits twice, a second backward, empty input, compiled.
+explains the next: forward and backward, each way among which the operator chooses by time, gradients of each subset of
+inputs, strided inputs, an expanded upstream gradient, inputs left unchanged, the same bits twice, a second backward,
+empty input, compiled.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import OPS
+from ..ops import OPS, _choice
 from ..specs import Case, Make, OpSpec
 from .budget import NOISE, Measured, assert_within_budget
 from .poison import poison
 
 STAGES = (
     "budget",
+    "ways",
     "subsets",
     "strided",
     "expanded_grad",
@@ -199,6 +201,16 @@ class Checker:
         if missing:
             raise AssertionError(f"missing {sorted(missing)}")
         return self._compare(run)
+
+    def ways(self) -> float:
+        """Each way among which the operator chose by time; none on a CPU."""
+        _choice.offered.clear()
+        self._run()
+        used = 0.0
+        for name in sorted(_choice.offered):
+            with _choice.forced(name):
+                used = max(used, self._compare(self._run()))
+        return used
 
     def _proper_subsets(self) -> Iterator[tuple[str, ...]]:
         """Of the inputs that get a gradient: all subsets, or for more than three inputs, but in the first case, a part.

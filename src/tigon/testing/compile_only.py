@@ -60,9 +60,9 @@ class Launch:
     """One recorded launch, reduced to what the compiler sees."""
 
     kernel: Any
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    divisible: tuple[str, ...]
+    signature: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[tuple[int, ...], Any], ...]
+    divisible: tuple[tuple[int, ...], ...]
     options: tuple[tuple[str, Any], ...]
 
     @property
@@ -95,25 +95,40 @@ def describe(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> L
     named = dict(zip(kernel.arg_names, args, strict=False)) | {
         k: v for k, v in constants.items() if k not in _LAUNCH_OPTIONS
     }
-    declared = {p.name for p in kernel.params if p.is_constexpr}
     signature, values, divisible = [], [], []
-    for name in kernel.arg_names:
-        value = named[name]
-        if name in declared or value is None or (type(value) is int and value == 1):
-            signature.append((name, "constexpr"))
-            values.append((name, value))
-        elif isinstance(value, Tensor):
-            signature.append((name, _TYPES[value.dtype]))
-            divisible.append(name)
-        elif isinstance(value, bool):
-            signature.append((name, "i1"))
-        elif isinstance(value, int):
-            signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
-            if value % 16 == 0:
-                divisible.append(name)
+    for index, parameter in enumerate(kernel.params):
+        name = kernel.arg_names[index]
+        is_special = not getattr(parameter, "do_not_specialize", False)
+        if parameter.is_constexpr:
+            kind = "constexpr"
+            values.append(((index,), named[name]))
         else:
-            signature.append((name, "fp32"))
+            kind = _kind(named[name], (index,), is_special, values, divisible)
+        signature.append((name, kind))
     return Launch(kernel, tuple(signature), tuple(values), tuple(divisible), tuple(sorted(options.items())))
+
+
+def _kind(value: Any, path: tuple[int, ...], is_special: bool, values: list[Any], divisible: list[Any]) -> Any:
+    """Type of one argument in a signature; adds its path, and value, where the compiler knows more than the type."""
+    if isinstance(value, tuple):
+        return tuple(_kind(v, (*path, i), is_special, values, divisible) for i, v in enumerate(value))
+    if value is None or (type(value) is int and value == 1 and is_special):
+        values.append((path, value))
+        return "constexpr"
+    if isinstance(value, Tensor):
+        if is_special:
+            divisible.append(path)
+        return _TYPES[value.dtype]
+    if hasattr(value, "block_shape"):
+        dtype = _TYPES[value.base.dtype].removeprefix("*")
+        return f"tensordesc<{dtype}{list(value.block_shape)},{value.layout!r}>"
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        if value % 16 == 0 and is_special:
+            divisible.append(path)
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"
 
 
 @contextlib.contextmanager
@@ -155,12 +170,14 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     from triton.compiler import ASTSource
 
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
-    position = {name: (i,) for i, name in enumerate(launch.kernel.arg_names)}
-    source = ASTSource(
+    make_source = ASTSource
+    if launch.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as make_source
+    source = make_source(
         fn=launch.kernel,
         signature=dict(launch.signature),
-        constexprs={position[k]: v for k, v in launch.constants},
-        attrs={position[k]: [["tt.divisibility", 16]] for k in launch.divisible},
+        constexprs=dict(launch.constants),
+        attrs={path: [["tt.divisibility", 16]] for path in launch.divisible},
     )
     binary = triton.compile(source, target=gpu, options=dict(launch.options))
     shared = int(binary.metadata.shared)

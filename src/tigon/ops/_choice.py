@@ -1,0 +1,86 @@
+"""Which of several ways to compute the same is taken: the fastest where they were tried once, for a kind and size.
+
+Trying waits for the device, a few times in the life of a process. Where that must not be (a CUDA graph records) and
+where results must not depend on times (`torch.use_deterministic_algorithms`), the first one is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+# A way that is listed later must be faster by this, so that noise does not decide.
+_MARGIN = 0.98
+_ROUNDS = 3
+_LEAD_CYCLES = 2_000_000
+
+_chosen: dict[Hashable, tuple[str, dict[str, float]]] = {}
+_forced: list[str] = []
+# Names among which there was a choice.
+offered: set[str] = set()
+
+
+def take(key: Hashable, ways: Mapping[str, Callable[[], T]], device: torch.device) -> T:
+    """Run the way to take, and what it returns. Each of `ways` may be run any number of times before, in any order."""
+    way = ways[_choose(key, ways, device)]
+    return way()
+
+
+def _choose(key: Hashable, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
+    names = list(ways)
+    if len(names) > 1:
+        offered.update(names)
+    for name in names:
+        if name in _forced:
+            return name
+    is_free = device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+    if len(names) == 1 or not is_free or torch.cuda.is_current_stream_capturing():
+        return names[0]
+    key = device.index, key
+    if key not in _chosen:
+        times = _times(ways)
+        best = names[0]
+        for name in names[1:]:
+            if times[name] < _MARGIN * times[best]:
+                best = name
+        _chosen[key] = best, times
+    return _chosen[key][0]
+
+
+def _times(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds of each, tried in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for index in range(_ROUNDS + 1):
+        for name, run in ways.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # Time for the host to launch everything, as inside a step.
+            torch.cuda._sleep(_LEAD_CYCLES)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            # The first compiles.
+            if index:
+                samples[name].append(start.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def choices() -> list[tuple[str, str, dict[str, float]]]:
+    """What was tried in this process: kind and size, the way that is taken, milliseconds of each."""
+    return [(str(key), *value) for key, value in _chosen.items()]
+
+
+@contextlib.contextmanager
+def forced(*names: str) -> Iterator[None]:
+    """Take the ways of these names wherever there is one."""
+    _forced.extend(names)
+    try:
+        yield
+    finally:
+        del _forced[len(_forced) - len(names) :]

@@ -78,7 +78,8 @@ def test_each_subset_of_gradients(options: dict[str, bool], device: torch.device
     inputs = inputs_of(device, 2, 5)
     dy = torch.randn(2, 5, 16, device=device)
     everything = run(tigon.rms_norm_mlp, inputs, upstream=dy, **options)
-    for size in range(len(inputs) + 1):
+    # What one gradient owes to another shows in pairs, and in all but one.
+    for size in (0, 1, 2, len(inputs) - 1):
         for wanted in itertools.combinations(inputs, size):
             found = run(tigon.rms_norm_mlp, inputs, wanted, dy, **options)
             assert_same(found, {k: v if k in ("y", *wanted) else None for k, v in everything.items()}, rounded=())

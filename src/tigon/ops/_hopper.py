@@ -79,14 +79,12 @@ def _produce(
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             mbarrier.expect(bar, (128 + 256) * TILE_K * 2)
             load_tile(a_desc, [m * 128, k * TILE_K], bar, a_bufs.index(slot))
-            first = weight_bufs.index(slot).slice(0, 128)
-            second = weight_bufs.index(slot).slice(128, 128)
+            weight = weight_bufs.index(slot)
             if other_desc is None:
-                load_tile(weight_desc, [n * 256, k * TILE_K], bar, first)
-                load_tile(weight_desc, [n * 256 + 128, k * TILE_K], bar, second)
+                load_tile(weight_desc, [n * 256, k * TILE_K], bar, weight)
             else:
-                load_tile(weight_desc, [n * 128, k * TILE_K], bar, first)
-                load_tile(other_desc, [n * 128, k * TILE_K], bar, second)
+                load_tile(weight_desc, [n * 128, k * TILE_K], bar, weight.slice(0, 128))
+                load_tile(other_desc, [n * 128, k * TILE_K], bar, weight.slice(128, 128))
             step += 1
 
 
@@ -105,6 +103,8 @@ def _consume(
     HALF: gl.constexpr,
     PROLOGUE: gl.constexpr,
     EPILOGUE: gl.constexpr,
+    FUNCTION: gl.constexpr,
+    FLAG: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -128,7 +128,7 @@ def _consume(
             step += 1
         acc = warpgroup_mma_wait(0, (acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-        EPILOGUE(acc, row, n, loaded, staging, outs, args)
+        EPILOGUE(acc, row, n, loaded, staging, outs, args, FUNCTION, FLAG)
     tma.store_wait(0)
 
 
@@ -147,6 +147,8 @@ def _matmul_kernel(
     num_k,
     PROLOGUE: gl.constexpr,
     EPILOGUE: gl.constexpr,
+    FUNCTION: gl.constexpr,
+    FLAG: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
     TILE_K: gl.constexpr,
@@ -169,14 +171,14 @@ def _matmul_kernel(
                 _consume,
                 (
                     a_bufs, weight_bufs, ready, empty, staging0, num_m, num_n, num_k, outs, args,
-                    0, PROLOGUE, EPILOGUE, GROUP_M, STAGES,
+                    0, PROLOGUE, EPILOGUE, FUNCTION, FLAG, GROUP_M, STAGES,
                 ),
             ),
             (
                 _consume,
                 (
                     a_bufs, weight_bufs, ready, empty, staging1, num_m, num_n, num_k, outs, args,
-                    1, PROLOGUE, EPILOGUE, GROUP_M, STAGES,
+                    1, PROLOGUE, EPILOGUE, FUNCTION, FLAG, GROUP_M, STAGES,
                 ),
             ),
             (
@@ -193,6 +195,11 @@ def _matmul_kernel(
 
 
 # ---- pieces of epilogues ----
+
+
+@gluon.jit
+def no_prologue(row, n, layout: gl.constexpr, args):
+    return row
 
 
 @gluon.jit
@@ -257,16 +264,24 @@ def multiply(
     args: tuple[Any, ...],
     prologue: Any,
     epilogue: Any,
+    *,
+    function: Any = None,
+    flag: bool = False,
 ) -> None:
-    """Run `epilogue` on every tile of `a @ weight.T`, and of `a @ other.T` beside it."""
-    num_m, num_n = cdiv(a.shape[0], TILE_M), cdiv(weight.shape[0], TILE_N if other is None else TILE_N // 2)
+    """Run `epilogue` on every tile of `a @ weight.T`, and of `a @ other.T` beside it.
+
+    `epilogue(acc, row, n, loaded, staging, outs, args, FUNCTION, FLAG)` gets what `prologue(row, n, layout, args)` gave
+    before the products of the tile; `function` and `flag` are known to the compiler.
+    """
+    tile_n = TILE_N if other is None else TILE_N // 2
+    num_m, num_n = cdiv(a.shape[0], TILE_M), cdiv(weight.shape[0], tile_n)
     outs = (*outs, *(None,) * (3 - len(outs)))
     launch(
         _matmul_kernel,
         (min(_device.num_sms(a.device), num_m * num_n),),
         _described(a, TILE_M),
-        _described(weight, 128),
-        _described(other, 128),
+        _described(weight, tile_n),
+        _described(other, tile_n),
         *(_described(out, 64) for out in outs),
         args,
         num_m,
@@ -274,6 +289,8 @@ def multiply(
         cdiv(a.shape[1], _TILE_K),
         PROLOGUE=prologue,
         EPILOGUE=epilogue,
+        FUNCTION=function,
+        FLAG=flag,
         GROUP_M=_GROUP_M,
         STAGES=_STAGES,
         TILE_K=_TILE_K,

@@ -38,12 +38,14 @@ def _label_logits_kernel(
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row).to(tl.int64)
     is_class = (label >= 0) & (label < num_classes)
+    # Nothing of an ignored row is read.
+    is_read = is_class & (label != ignore_index)
     hidden_ptr += row * hidden_stride
-    weight_ptr += tl.where(is_class, label, 0) * weight_stride
+    weight_ptr += tl.where(is_read, label, 0) * weight_stride
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, num_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        mask = cols < num_cols
+        mask = is_read & (cols < num_cols)
         h = tl.load(hidden_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         total += h * w
@@ -121,7 +123,7 @@ def _exponentials(x, label, shift, any_here, factor, COL: gl.constexpr):
 
 
 @gluon.jit
-def _anchored_epilogue(acc, row, n, loaded, staging, outs, args):
+def _anchored_epilogue(acc, row, n, loaded, staging, outs, args, FUNCTION: gl.constexpr, FLAG: gl.constexpr):
     _, _, anchors_ptr, sums_ptr, _, first_col, num_rows, num_cols, first_tile, num_tiles, ignored, factor, max_rise = (
         args
     )
@@ -181,7 +183,7 @@ def _dlogits(x, label, shift, dce, any_here, factor, COL: gl.constexpr):
 
 
 @gluon.jit
-def _gradient_epilogue(acc, row, n, loaded, staging, outs, args):
+def _gradient_epilogue(acc, row, n, loaded, staging, outs, args, FUNCTION: gl.constexpr, FLAG: gl.constexpr):
     _, _, _, _, _, scale, first_col, _, num_cols, _, ignored, factor = args
     label, peak, log_sum, dce, flags = loaded
     any_here, any_ignored = flags

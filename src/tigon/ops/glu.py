@@ -305,9 +305,16 @@ _OPTIONS = (
 
 
 @define(f"glu_fwd(Tensor gate, Tensor? up, {_OPTIONS}) -> Tensor", fake=_fake_fwd)
-def _fwd(
+def _fwd(gate: Tensor, up: Tensor | None, *options: Any) -> Tensor:
+    y = _fake_fwd(gate, up)
+    fill_fwd(gate, up, y, *options)
+    return y
+
+
+def fill_fwd(
     gate: Tensor,
     up: Tensor | None,
+    y: Tensor,
     activation: str,
     gate_first: bool,
     interleaved: bool,
@@ -316,8 +323,8 @@ def _fwd(
     gate_factor: float | None,
     act_factor: float | None,
     up_offset: float | None,
-) -> Tensor:
-    y = _fake_fwd(gate, up)
+) -> None:
+    """Writes `y`, which is contiguous."""
     if interleaved:
         (gate,), up = _as_matrices(gate), None
     else:
@@ -346,7 +353,6 @@ def _fwd(
         BLOCK_N=block_n,
         num_warps=4,
     )
-    return y
 
 
 def _fake_bwd(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._check import require, require_floating, require_same_device
+from ._choice import take
+from ._hopper_glu import can_project, project_glu
+from ._launch import next_power_of_2
 from ._op import as_output, define, is_traced, once_differentiable, op, runs_reference
 from ._projection import shared_matmul_dtype
 from ._reuse import claim, release, save_for_reuse
-from .glu import LimitOn, fill_bwd, glu_reference, kernel_options, require_options
+from .glu import LimitOn, fill_bwd, fill_fwd, glu_reference, kernel_options, require_options
 from .glu import _bwd as _glu_bwd
 from .glu import _fwd as _product
 from .glu_linear import _bwd as _glu_bwd_with_product
@@ -77,7 +81,7 @@ def rms_norm_glu_reference(
 
 # ---- kernels ----
 
-# Those of rms_norm and glu, and the matrix products of torch.
+# Those of rms_norm and glu, the matrix products of torch, and on compute capability 9.0 that of `_hopper_glu.py`.
 
 # ---- operators ----
 
@@ -116,11 +120,74 @@ def project(
         n = _as_factor(n, dtype)
     else:
         n = _as_factor(_norm_again(x, norm_weight, eps, offset, cast), dtype)
+    if needs_product and not is_traced(n):
+        weights = _split_weights(gate_weight, gate_bias, up_weight, up_bias, dtype, *options[1:3])
+        if weights is not None and can_project(n, weights[0], weights[2]):
+            product, gate, up = _project_rows(n, *weights, up_weight is None, saves, *options)
+            return Projected(product, rstd, gate, up)
     gate, up = linear(n, gate_weight, gate_bias), None if up_weight is None else linear(n, up_weight, up_bias)
     # Before the product is made, which is the largest.
     del n
     product = _product(gate, up, *options) if needs_product else None
     return Projected(product, rstd, *(gate, up) if saves else (None, None))
+
+
+def _split_weights(
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    dtype: torch.dtype,
+    gate_first: bool,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None:
+    """Weight and bias of gate and of up, of `dtype`; None where their rows are interleaved."""
+    if interleaved:
+        return None
+    gate_weight, gate_bias = gate_weight.to(dtype), None if gate_bias is None else gate_bias.to(dtype)
+    if up_weight is not None:
+        return gate_weight, gate_bias, up_weight.to(dtype), None if up_bias is None else up_bias.to(dtype)
+    weights = gate_weight.chunk(2)
+    biases = (None, None) if gate_bias is None else gate_bias.chunk(2)
+    i, j = (0, 1) if gate_first else (1, 0)
+    return weights[i], biases[i], weights[j], biases[j]
+
+
+def _project_rows(
+    n: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    is_packed: bool,
+    saves: bool,
+    activation: str,
+    gate_first: bool,
+    interleaved: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Product, gate and up, the latter two None unless `saves`, gate with both where `is_packed`."""
+    size = n.shape[0], gate_weight.shape[0]
+    product, kept = n.new_empty(size), (None, None)
+    gate = up = None
+    if saves:
+        gate = n.new_empty(size[0], 2 * size[1]) if is_packed else n.new_empty(size)
+        kept = gate.chunk(2, -1) if is_packed else (gate, n.new_empty(size))
+        kept = kept if gate_first else kept[::-1]
+        up = None if is_packed else kept[1]
+
+    def apart() -> None:
+        # In their own memory where nobody keeps them.
+        halves = [n.new_empty(size) if t is None else t for t in kept]
+        for out, weight, bias in zip(halves, (gate_weight, up_weight), (gate_bias, up_bias), strict=True):
+            torch.mm(n, weight.t(), out=out) if bias is None else torch.addmm(bias, n, weight.t(), out=out)
+        fill_fwd(*halves, product, activation, True, False, *options)
+
+    weights = gate_weight, gate_bias, up_weight, up_bias
+    fused = partial(project_glu, n, *weights, *kept, product, activation, *options)
+    key = "rms_norm_glu", next_power_of_2(size[0]), size[1], n.shape[1], saves
+    take(key, {"one kernel for gate and up": fused, "products, then glu": apart}, n.device)
+    return product, gate, up
 
 
 def _fake_again(x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
@@ -383,7 +450,9 @@ def rms_norm_glu(
 
     Numerics: those of `rms_norm`, `F.linear` and `glu`: the norm, gate and up are rounded to their own dtypes, the norm
               in backward again. The gradient of the norm is added up in one product after the other, with one rounding
-              fewer than a sum of two. Matrix products are those of torch.
+              fewer than a sum of two.
+    Choice:   on compute capability 9.0 between one kernel for gate, up and the product, and the products of torch with
+              `glu` after them, by time, once for a size; as in `linear_cross_entropy`.
     Memory:   saves `x`, 4 bytes a row, gate and up; neither the norm nor a cast weight. Backward needs the norm again
               and its gradient; those of gate and up are written over them as in `glu`.
     Differs from the reference: never in formula; order of summation over D, last bits of exp and erf.

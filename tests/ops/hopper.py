@@ -23,10 +23,18 @@ def multiply(
     prologue: Any,
     epilogue: Any,
     *,
+    ins: tuple[Tensor | None, ...] = (None, None),
     function: Any = None,
     flag: bool = False,
+    transposed: bool = False,
 ) -> None:
-    z = a @ weight.t()
+    z = a @ (weight if transposed else weight.t())
+    if epilogue is _hopper_glu._glu_bwd_epilogue:
+        assert transposed
+        assert prologue is _hopper_glu._glu_bwd_prologue
+        _glu_bwd(z, *ins, outs, args)
+        return
+    assert not transposed
     if epilogue is _hopper_glu._glu_epilogue:
         _glu(z, a @ other.t(), outs, args)
     elif epilogue is _hopper_cross_entropy._anchored_epilogue:
@@ -46,6 +54,18 @@ def _glu(gate: Tensor, up: Tensor, outs: tuple[Tensor | None, ...], args: tuple[
     for out, value in zip(outs, (glu_reference(gate, up), gate, up), strict=True):
         if out is not None:
             out.copy_(value)
+
+
+def _glu_bwd(
+    dproduct: Tensor, gate: Tensor, up: Tensor, outs: tuple[Tensor | None, ...], args: tuple[Any, ...]
+) -> None:
+    assert args == (None,) * 4
+    leaves = [t.detach().clone().requires_grad_() for t in (gate, up)]
+    with torch.enable_grad():
+        product = glu_reference(*leaves)
+        gradients = torch.autograd.grad(product, leaves, dproduct)
+    for out, value in zip(outs, (product.detach(), *gradients), strict=True):
+        out.copy_(value)
 
 
 def _flag(flags: Tensor, num_rows: int, column: int) -> Tensor:

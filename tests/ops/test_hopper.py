@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 import tigon
 from tigon.ops import _anchored, _choice
 from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
-from tigon.ops.rms_norm_glu import rms_norm_glu_reference
+from tigon.ops.rms_norm_mlp import rms_norm_mlp_reference
 from tigon.testing import assert_within_budget
 
 
@@ -119,32 +120,38 @@ def test_a_label_that_is_no_class_gives_nan() -> None:
         assert torch.isfinite(dhidden[2:]).all()
 
 
-@pytest.mark.parametrize("way", ["one kernel for gate and up", "products, then glu"])
+@pytest.mark.parametrize(
+    "ways",
+    [("one kernel for gate and up", "one kernel through glu"), ("products, then glu", "product, then through glu")],
+)
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_gate_and_up_at_once(is_packed: bool, has_bias: bool, gate_first: bool, way: str) -> None:
+@pytest.mark.parametrize("frozen", [(), ("x", "norm_weight"), ("gate_weight",), ("down_weight",)])
+def test_gate_and_up_at_once(
+    frozen: tuple[str, ...], has_bias: bool, is_packed: bool, gate_first: bool, ways: tuple[str, ...]
+) -> None:
     if not (is_packed or gate_first):
         return
-    x, norm_weight, gate, up = (
-        torch.randn(5, 3, 16),
-        1 + 0.1 * torch.randn(16),
-        torch.randn(24, 16),
-        torch.randn(24, 16),
-    )
-    biases = [torch.randn(24), torch.randn(24)] if has_bias else []
-    inputs = [x, norm_weight, torch.cat((gate, up)) if is_packed else gate, *([] if is_packed else [up])]
-    biases = [torch.cat(biases)] if is_packed and has_bias else biases
+    gate, up, biases = torch.randn(24, 16), torch.randn(24, 16), [torch.randn(24), torch.randn(24)]
+    inputs = {"x": torch.randn(5, 3, 16), "norm_weight": 1 + 0.1 * torch.randn(16), "down_weight": torch.randn(16, 24)}
+    inputs |= {"gate_weight": torch.cat((gate, up))} if is_packed else {"gate_weight": gate, "up_weight": up}
+    if has_bias:
+        inputs |= (
+            {"gate_bias": torch.cat(biases)} if is_packed else dict(zip(("gate_bias", "up_bias"), biases, strict=True))
+        )
 
-    def run(function: object, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        leaves, bias_leaves = _leaves(*inputs, dtype=dtype), _leaves(*biases, dtype=dtype)
-        given = dict(zip(("gate_bias", "up_bias"), bias_leaves, strict=False))
-        y = function(*leaves, *([None] if is_packed else []), gate_first=gate_first, **given)
-        return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves + bias_leaves)]
+    def run(function: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        given = {k: v.to(dtype).requires_grad_(k not in frozen) for k, v in inputs.items()}
+        leaves = [t for k, t in given.items() if k not in frozen]
+        y = function(**{"up_weight": None, **given}, gate_first=gate_first, residual=True)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
 
-    with _choice.forced(way):
-        actual = run(tigon.rms_norm_glu)
-    assert way in _choice.offered
-    low, high = run(rms_norm_glu_reference), run(rms_norm_glu_reference, torch.float64)
+    with _choice.forced(*ways):
+        actual = run(tigon.rms_norm_mlp)
+    assert ways[0] in _choice.offered
+    # Without a gradient of the down projection the product is not wanted.
+    assert (ways[1] in _choice.offered) == ("down_weight" not in frozen)
+    low, high = run(rms_norm_mlp_reference), run(rms_norm_mlp_reference, torch.float64)
     for index, tensors in enumerate(zip(actual, low, high, strict=True)):
         assert_within_budget(str(index), *tensors, factor=3.0)

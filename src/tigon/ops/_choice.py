@@ -28,11 +28,11 @@ offered: set[str] = set()
 
 def take(key: Hashable, ways: Mapping[str, Callable[[], T]], device: torch.device) -> T:
     """Run the way to take, and what it returns. Each of `ways` may be run any number of times before, in any order."""
-    way = ways[_choose(key, ways, device)]
+    way = ways[pick(key, ways, device)]
     return way()
 
 
-def _choose(key: Hashable, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
+def pick(key: Hashable, ways: Mapping[str, Callable[[], object]], device: torch.device) -> str:
     names = list(ways)
     if len(names) > 1:
         offered.update(names)

@@ -66,6 +66,7 @@ def _produce(
     num_m,
     num_n,
     num_k,
+    TRANSPOSED: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
     TILE_K: gl.constexpr,
@@ -80,7 +81,9 @@ def _produce(
             mbarrier.expect(bar, (128 + 256) * TILE_K * 2)
             load_tile(a_desc, [m * 128, k * TILE_K], bar, a_bufs.index(slot))
             weight = weight_bufs.index(slot)
-            if other_desc is None:
+            if TRANSPOSED:
+                load_tile(weight_desc, [k * TILE_K, n * 256], bar, weight)
+            elif other_desc is None:
                 load_tile(weight_desc, [n * 256, k * TILE_K], bar, weight)
             else:
                 load_tile(weight_desc, [n * 128, k * TILE_K], bar, weight.slice(0, 128))
@@ -94,10 +97,11 @@ def _consume(
     weight_bufs,
     ready,
     empty,
-    staging,
+    own,
     num_m,
     num_n,
     num_k,
+    ins,
     outs,
     args,
     HALF: gl.constexpr,
@@ -105,6 +109,7 @@ def _consume(
     EPILOGUE: gl.constexpr,
     FUNCTION: gl.constexpr,
     FLAG: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -114,13 +119,15 @@ def _consume(
         m, n = _tile(index, num_m, num_n, GROUP_M)
         row = m * 128 + HALF * 64
         # What the epilogue reads has arrived by the time it is needed.
-        loaded = PROLOGUE(row, n, layout, args)
+        loaded = PROLOGUE(row, n, layout, own, ins, args)
         acc = gl.zeros([64, 256], gl.float32, layout)
         for k in range(num_k):
             slot = step % STAGES
             mbarrier.wait(ready.index(slot), step // STAGES & 1)
             a = a_bufs.index(slot).slice(HALF * 64, 64)
-            weight = weight_bufs.index(slot).permute((1, 0))
+            weight = weight_bufs.index(slot)
+            if not TRANSPOSED:
+                weight = weight.permute((1, 0))
             acc = warpgroup_mma(a, weight, acc, is_async=True, use_acc=k > 0)
             # The product before this one is done, and its buffer free.
             acc = warpgroup_mma_wait(1, (acc,))
@@ -128,8 +135,23 @@ def _consume(
             step += 1
         acc = warpgroup_mma_wait(0, (acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-        EPILOGUE(acc, row, n, loaded, staging, outs, args, FUNCTION, FLAG)
+        EPILOGUE(acc, row, n, loaded, own, ins, outs, args, FUNCTION, FLAG)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _own_buffers(dtype: gl.constexpr, HAS_INPUT: gl.constexpr):
+    """What a group has for itself: buffers on the way out, buffers on the way in, and a barrier for these."""
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # With inputs there is a stage less, of which the memory is left for a third buffer.
+    COUNT: gl.constexpr = 3 if HAS_INPUT else 2
+    staging = gl.allocate_shared_memory(dtype, [COUNT, 64, 64], swizzled)
+    bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    inputs = staging
+    if HAS_INPUT:
+        inputs = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
+        mbarrier.init(bar.index(0), count=1)
+    return staging, inputs, bar
 
 
 # One kernel for all sizes.
@@ -141,6 +163,8 @@ def _matmul_kernel(
     out_desc,
     out1_desc,
     out2_desc,
+    in_desc,
+    in1_desc,
     args,
     num_m,
     num_n,
@@ -149,6 +173,7 @@ def _matmul_kernel(
     EPILOGUE: gl.constexpr,
     FUNCTION: gl.constexpr,
     FLAG: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
     TILE_K: gl.constexpr,
@@ -156,36 +181,40 @@ def _matmul_kernel(
     dtype: gl.constexpr = a_desc.dtype
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     outs = (out_desc, out1_desc, out2_desc)
+    ins = (in_desc, in1_desc)
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES, 128, TILE_K], swizzled)
-    weight_bufs = gl.allocate_shared_memory(dtype, [STAGES, 256, TILE_K], swizzled)
-    staging0 = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
-    staging1 = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
+    if TRANSPOSED:
+        weight_bufs = gl.allocate_shared_memory(dtype, [STAGES, TILE_K, 256], swizzled)
+    else:
+        weight_bufs = gl.allocate_shared_memory(dtype, [STAGES, 256, TILE_K], swizzled)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
+    own0 = _own_buffers(dtype, in_desc is not None)
+    own1 = _own_buffers(dtype, in_desc is not None)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    a_bufs, weight_bufs, ready, empty, staging0, num_m, num_n, num_k, outs, args,
-                    0, PROLOGUE, EPILOGUE, FUNCTION, FLAG, GROUP_M, STAGES,
+                    a_bufs, weight_bufs, ready, empty, own0, num_m, num_n, num_k, ins, outs, args,
+                    0, PROLOGUE, EPILOGUE, FUNCTION, FLAG, TRANSPOSED, GROUP_M, STAGES,
                 ),
             ),
             (
                 _consume,
                 (
-                    a_bufs, weight_bufs, ready, empty, staging1, num_m, num_n, num_k, outs, args,
-                    1, PROLOGUE, EPILOGUE, FUNCTION, FLAG, GROUP_M, STAGES,
+                    a_bufs, weight_bufs, ready, empty, own1, num_m, num_n, num_k, ins, outs, args,
+                    1, PROLOGUE, EPILOGUE, FUNCTION, FLAG, TRANSPOSED, GROUP_M, STAGES,
                 ),
             ),
             (
                 _produce,
                 (
                     a_desc, weight_desc, other_desc, a_bufs, weight_bufs, ready, empty, num_m, num_n, num_k,
-                    GROUP_M, STAGES, TILE_K,
+                    TRANSPOSED, GROUP_M, STAGES, TILE_K,
                 ),
             ),
         ],
@@ -198,7 +227,7 @@ def _matmul_kernel(
 
 
 @gluon.jit
-def no_prologue(row, n, layout: gl.constexpr, args):
+def no_prologue(row, n, layout: gl.constexpr, own, ins, args):
     return row
 
 
@@ -223,13 +252,34 @@ def by_row(values, like):
 
 
 @gluon.jit
-def put(x, staging, WHICH: gl.constexpr, desc, row, col):
-    """Store 64 columns by way of one of two buffers, while the other is on its way; rows and columns beyond are cut."""
-    buf = staging.index(WHICH)
-    tma.store_wait(1)
+def put(x, own, WHICH: gl.constexpr, desc, row, col):
+    """Store 64 columns by way of one of the buffers, taken in turn; rows and columns beyond are cut."""
+    buf = own[0].index(WHICH)
+    PENDING: gl.constexpr = own[0].shape[0] - 1
+    tma.store_wait(PENDING)
     buf.store(x.to(buf.dtype))
     fence_async_shared()
     store_tile(desc, [row, col], buf)
+
+
+@gluon.jit
+def ask(own, ins, row, col):
+    """Have 64 columns of both inputs brought to the buffers of a group, which has read what was there."""
+    _, inputs, bar = own
+    mbarrier.expect(bar.index(0), 2 * 64 * 64 * 2)
+    load_tile(ins[0], [row, col], bar.index(0), inputs.index(0))
+    load_tile(ins[1], [row, col], bar.index(0), inputs.index(1))
+
+
+@gluon.jit
+def receive(own, PHASE: gl.constexpr, like):
+    """What was asked for, in the layout of `like`; `PHASE` alternates from one to the next, from 0 on."""
+    _, inputs, bar = own
+    layout: gl.constexpr = like.type.layout
+    mbarrier.wait(bar.index(0), PHASE)
+    both = inputs.index(0).load(layout), inputs.index(1).load(layout)
+    fence_async_shared()
+    return both
 
 
 # ---- launch ----
@@ -250,10 +300,10 @@ def _is_loadable(t: Tensor) -> bool:
     return is_16_bit and is_aligned and t.numel() > 0
 
 
-def _described(t: Tensor | None, num_rows: int) -> Any:
+def _described(t: Tensor | None, num_rows: int, num_cols: int = _TILE_K) -> Any:
     if t is None:
         return None
-    return TensorDescriptor.from_tensor(t, [num_rows, _TILE_K], gl.NVMMASharedLayout(128, 16, 2))
+    return TensorDescriptor.from_tensor(t, [num_rows, num_cols], gl.NVMMASharedLayout(128, 16, 2))
 
 
 def multiply(
@@ -265,24 +315,28 @@ def multiply(
     prologue: Any,
     epilogue: Any,
     *,
+    ins: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     function: Any = None,
     flag: bool = False,
+    transposed: bool = False,
 ) -> None:
-    """Run `epilogue` on every tile of `a @ weight.T`, and of `a @ other.T` beside it.
+    """Run `epilogue` on every tile of `a @ weight.T`, and of `a @ other.T` beside it; `transposed`: of `a @ weight`.
 
-    `epilogue(acc, row, n, loaded, staging, outs, args, FUNCTION, FLAG)` gets what `prologue(row, n, layout, args)` gave
-    before the products of the tile; `function` and `flag` are known to the compiler.
+    `epilogue(acc, row, n, loaded, own, ins, outs, args, FUNCTION, FLAG)` gets what
+    `prologue(row, n, layout, own, ins, args)` gave before the products of the tile, `own` for `put`, `ask` and
+    `receive`, and `function` and `flag`, which are known to the compiler.
     """
-    tile_n = TILE_N if other is None else TILE_N // 2
-    num_m, num_n = cdiv(a.shape[0], TILE_M), cdiv(weight.shape[0], tile_n)
+    num_cols = weight.shape[1] if transposed else weight.shape[0]
+    num_m, num_n = cdiv(a.shape[0], TILE_M), cdiv(num_cols, TILE_N if other is None else TILE_N // 2)
+    tile = (_TILE_K, TILE_N) if transposed else (TILE_N if other is None else TILE_N // 2, _TILE_K)
     outs = (*outs, *(None,) * (3 - len(outs)))
     launch(
         _matmul_kernel,
         (min(_device.num_sms(a.device), num_m * num_n),),
         _described(a, TILE_M),
-        _described(weight, tile_n),
-        _described(other, tile_n),
-        *(_described(out, 64) for out in outs),
+        _described(weight, *tile),
+        _described(other, TILE_N // 2),
+        *(_described(t, 64) for t in (*outs, *ins)),
         args,
         num_m,
         num_n,
@@ -291,8 +345,10 @@ def multiply(
         EPILOGUE=epilogue,
         FUNCTION=function,
         FLAG=flag,
+        TRANSPOSED=transposed,
         GROUP_M=_GROUP_M,
-        STAGES=_STAGES,
+        # The buffers of inputs take the place of one stage.
+        STAGES=_STAGES if ins[0] is None else _STAGES - 1,
         TILE_K=_TILE_K,
         num_warps=4,
     )

@@ -89,7 +89,7 @@ def _join_kernel(anchors_ptr, sums_ptr, state_ptr, num_tiles, BLOCK_T: tl.conste
 
 
 @gluon.jit
-def _prologue(row, n, layout: gl.constexpr, args):
+def _prologue(row, n, layout: gl.constexpr, own, ins, args):
     """Label within the tile and anchor of each row, and whether any label is here and any row ignored."""
     labels_ptr, anchor_ptr, _, _, flags_ptr, _, num_rows, _, first_tile, num_tiles, ignore_index, _, _ = args
     rows = rows_of(row, layout)
@@ -123,7 +123,7 @@ def _exponentials(x, label, shift, any_here, factor, COL: gl.constexpr):
 
 
 @gluon.jit
-def _anchored_epilogue(acc, row, n, loaded, staging, outs, args, FUNCTION: gl.constexpr, FLAG: gl.constexpr):
+def _anchored_epilogue(acc, row, n, loaded, own, ins, outs, args, FUNCTION: gl.constexpr, FLAG: gl.constexpr):
     _, _, anchors_ptr, sums_ptr, _, first_col, num_rows, num_cols, first_tile, num_tiles, ignored, factor, max_rise = (
         args
     )
@@ -140,16 +140,16 @@ def _anchored_epilogue(acc, row, n, loaded, staging, outs, args, FUNCTION: gl.co
     x2, x3 = halves(right)
     e0, total0 = _exponentials(x0, label, shift, any_here, factor, 0)
     if outs[0] is not None:
-        put(e0, staging, 0, outs[0], row, n * 256)
+        put(e0, own, 0, outs[0], row, n * 256)
     e1, total1 = _exponentials(x1, label, shift, any_here, factor, 64)
     if outs[0] is not None:
-        put(e1, staging, 1, outs[0], row, n * 256 + 64)
+        put(e1, own, 1, outs[0], row, n * 256 + 64)
     e2, total2 = _exponentials(x2, label, shift, any_here, factor, 128)
     if outs[0] is not None:
-        put(e2, staging, 0, outs[0], row, n * 256 + 128)
+        put(e2, own, 0, outs[0], row, n * 256 + 128)
     e3, total3 = _exponentials(x3, label, shift, any_here, factor, 192)
     if outs[0] is not None:
-        put(e3, staging, 1, outs[0], row, n * 256 + 192)
+        put(e3, own, 1, outs[0], row, n * 256 + 192)
     total = gl.sum((total0 + total1) + (total2 + total3), 1)
     layout: gl.constexpr = acc.type.layout
     total = gl.convert_layout(total, gl.SliceLayout(1, layout))
@@ -160,7 +160,7 @@ def _anchored_epilogue(acc, row, n, loaded, staging, outs, args, FUNCTION: gl.co
 
 
 @gluon.jit
-def _gradient_prologue(row, n, layout: gl.constexpr, args):
+def _gradient_prologue(row, n, layout: gl.constexpr, own, ins, args):
     labels_ptr, stats_ptr, dce_ptr, flags_ptr, dce_stride, _, first_col, num_rows, _, num_tiles, ignored, _ = args
     rows = rows_of(row, layout)
     is_row = rows < num_rows
@@ -183,7 +183,7 @@ def _dlogits(x, label, shift, dce, any_here, factor, COL: gl.constexpr):
 
 
 @gluon.jit
-def _gradient_epilogue(acc, row, n, loaded, staging, outs, args, FUNCTION: gl.constexpr, FLAG: gl.constexpr):
+def _gradient_epilogue(acc, row, n, loaded, own, ins, outs, args, FUNCTION: gl.constexpr, FLAG: gl.constexpr):
     _, _, _, _, _, scale, first_col, _, num_cols, _, ignored, factor = args
     label, peak, log_sum, dce, flags = loaded
     any_here, any_ignored = flags
@@ -194,10 +194,10 @@ def _gradient_epilogue(acc, row, n, loaded, staging, outs, args, FUNCTION: gl.co
     left, right = halves(acc)
     x0, x1 = halves(left)
     x2, x3 = halves(right)
-    put(_dlogits(x0, label, shift, dce, any_here, factor, 0), staging, 0, outs[0], row, n * 256)
-    put(_dlogits(x1, label, shift, dce, any_here, factor, 64), staging, 1, outs[0], row, n * 256 + 64)
-    put(_dlogits(x2, label, shift, dce, any_here, factor, 128), staging, 0, outs[0], row, n * 256 + 128)
-    put(_dlogits(x3, label, shift, dce, any_here, factor, 192), staging, 1, outs[0], row, n * 256 + 192)
+    put(_dlogits(x0, label, shift, dce, any_here, factor, 0), own, 0, outs[0], row, n * 256)
+    put(_dlogits(x1, label, shift, dce, any_here, factor, 64), own, 1, outs[0], row, n * 256 + 64)
+    put(_dlogits(x2, label, shift, dce, any_here, factor, 128), own, 0, outs[0], row, n * 256 + 128)
+    put(_dlogits(x3, label, shift, dce, any_here, factor, 192), own, 1, outs[0], row, n * 256 + 192)
 
 
 # ---- launch ----

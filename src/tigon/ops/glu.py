@@ -162,6 +162,11 @@ def _limit_up(up, limit, up_offset):
 
 
 @triton.jit
+def _limit_dup(dup, up, limit):
+    return tl.where(tl.abs(up) > limit, 0.0, dup)
+
+
+@triton.jit
 def _glu_fwd_kernel(
     gate_ptr,
     up_ptr,
@@ -253,7 +258,7 @@ def _glu_bwd_kernel(
     if NEEDS_DUP:
         dup = dy * act
         if limit is not None:
-            dup = tl.where(tl.abs(up) > limit, 0.0, dup)
+            dup = _limit_dup(dup, up, limit)
     if INTERLEAVED:
         if not GATE_FIRST:
             dgate, dup = dup, dgate

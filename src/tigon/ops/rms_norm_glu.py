@@ -18,7 +18,7 @@ Source: Zhang & Sennrich 2019, arXiv:1910.07467; Shazeer 2020, arXiv:2002.05202;
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._check import require, require_floating, require_same_device
-from ._choice import take
-from ._hopper_glu import can_project, project_glu
+from ._choice import pick, take
+from ._hopper_glu import can_project, can_unproject, project_glu, unproject_glu
 from ._launch import next_power_of_2
 from ._op import as_output, define, is_traced, once_differentiable, op, runs_reference
 from ._projection import shared_matmul_dtype
@@ -239,6 +239,61 @@ def unproject(
         dup = up if up is None or own[1] else up.new_empty(up.shape if needs_dup else (0,))
         fill_bwd(dproduct, gate, up, dgate, dup, needs_dgate, needs_dup, *options, emits_product=emits)
     return [dgate if needs_dgate else None, dup if needs_dup and up is not None else None]
+
+
+# Rows of which the ways are tried: enough for all multiprocessors, and little memory.
+_TRIED_ROWS = 2048
+
+
+def unproject_from(
+    dy: Tensor,
+    down_weight: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    own: Sequence[bool],
+    needs: Needs,
+    emits: bool,
+    *options: Any,
+) -> tuple[list[Tensor | None], Tensor]:
+    """What `unproject` gives for `dproduct = dy @ down_weight`, and the product or, unless it `emits`, `dproduct`."""
+    down_weight = down_weight.to(dy.dtype)
+    activation, gate_first, interleaved, *rest = options
+    needs_dgate = any(needs[:4])
+    needs_both = needs_dgate and (up is None or any((*needs[:2], *needs[4:])))
+    is_known = emits and needs_both and not interleaved and not is_traced(dy)
+    if not is_known or not can_unproject(dy, down_weight, gate, up):
+        product = torch.mm(dy, down_weight)
+        return unproject(product, gate, up, own, needs, emits, *options), product
+
+    def fused(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, product: Tensor) -> None:
+        unproject_glu(dy, down_weight, gate, up, dgate, dup, product, activation, *rest)
+
+    def apart(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, product: Tensor) -> None:
+        torch.mm(dy, down_weight, out=product)
+        inputs = product, gate, up, dgate, dup, True, True
+        fill_bwd(*inputs, activation, True, False, *rest, emits_product=True)
+
+    def tried(run: Callable[..., None]) -> None:
+        part = slice(_TRIED_ROWS)
+        out = [torch.empty_like(product[part]) for _ in range(3)]
+        run(dy[part], *(t[part] for t in _sides(gate, up, gate_first)), *out)
+
+    product = dy.new_empty(dy.shape[0], down_weight.shape[1])
+    ways = {"one kernel through glu": fused, "product, then through glu": apart}
+    key = "rms_norm_mlp", next_power_of_2(dy.shape[0]), *down_weight.shape
+    way = ways[pick(key, {name: partial(tried, run) for name, run in ways.items()}, dy.device)]
+    dgate = gate if own[0] else torch.empty_like(gate)
+    dup = up if up is None or own[1] else torch.empty_like(up)
+    way(dy, *_sides(gate, up, gate_first), *_sides(dgate, dup, gate_first), product)
+    return [dgate, dup], product
+
+
+def _sides(gate: Tensor, up: Tensor | None, gate_first: bool) -> tuple[Tensor, ...]:
+    """Gate and up as `[M, I]`, of a packed `gate` views."""
+    if up is not None:
+        return gate.view(num_rows(gate), -1), up.view(num_rows(up), -1)
+    halves = gate.view(num_rows(gate), -1).chunk(2, -1)
+    return halves if gate_first else halves[::-1]
 
 
 def input_gradients(

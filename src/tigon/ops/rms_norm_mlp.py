@@ -41,7 +41,7 @@ from .rms_norm_glu import (
     require_projections,
     rms_norm_glu_reference,
     supports,
-    unproject,
+    unproject_from,
 )
 
 # ---- reference ----
@@ -156,8 +156,7 @@ class _RMSNormMLP(torch.autograd.Function):
         halves: list[Tensor | None] = [None, None]
         ddown_weight = ddown_bias = None
         if any(needs[:6]):
-            product = torch.mm(rows, down_weight.to(rows.dtype))
-            halves = unproject(product, gate, up, own, needs[:6], needs[6], *options)
+            halves, product = unproject_from(rows, down_weight, gate, up, own, needs[:6], needs[6], *options)
         elif needs[6] and not ctx.recompute:
             product = _product(gate, up, *options)
         del gate, up
@@ -231,7 +230,9 @@ def rms_norm_mlp(
 
     Numerics: those of `rms_norm`, `F.linear` and `glu`: the norm, gate, up and their product are rounded to their own
               dtypes, norm and product in backward again. The gradient of the norm is added up in one product after the
-              other, that of `x` in fp32 with the residual's. Matrix products are those of torch.
+              other, that of `x` in fp32 with the residual's.
+    Choice:   as in `rms_norm_glu`; in backward between one kernel for the gradient of the product and what `glu` makes
+              of it, and a product of torch with the backward of `glu` after it.
     Memory:   saves `x`, 4 bytes a row, and gate and up unless `recompute`; neither norm nor product nor a cast weight.
               Backward needs one tensor of the size of the product, for its gradient and then for itself, and after it
               the norm and its gradient; the gradients of gate and up are written over them.

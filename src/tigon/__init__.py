@@ -8,6 +8,7 @@ from typing import Any
 from .ops import (
     OPS,
     CrossEntropyOutput,
+    LinearCrossEntropyOutput,
     LogProbsOutput,
     ModulatedResidual,
     NormResidual,
@@ -43,6 +44,7 @@ from .ops import (
 __all__ = [
     "OPS",
     "CrossEntropyOutput",
+    "LinearCrossEntropyOutput",
     "LogProbsOutput",
     "ModulatedResidual",
     "NormResidual",

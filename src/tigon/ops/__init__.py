@@ -7,7 +7,7 @@ from .glu import geglu, geglu_reference, glu, glu_reference, swiglu, swiglu_refe
 from .glu_linear import glu_linear, glu_linear_reference
 from .group_norm import group_norm, group_norm_reference
 from .layer_norm import layer_norm, layer_norm_reference
-from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from .linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy, linear_cross_entropy_reference
 from .linear_log_probs import LogProbsOutput, linear_log_probs, linear_log_probs_reference
 from .modulated_norm import ModulatedResidual, modulated_norm, modulated_norm_reference
 from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
@@ -27,6 +27,7 @@ from .vocab_parallel_linear_cross_entropy import (
 __all__ = [
     "OPS",
     "CrossEntropyOutput",
+    "LinearCrossEntropyOutput",
     "LogProbsOutput",
     "ModulatedResidual",
     "NormResidual",

@@ -19,6 +19,7 @@ from ._choice import take
 from ._device import num_sms
 from ._hopper_cross_entropy import can_anchor
 from ._launch import as_rows, cdiv, next_power_of_2
+from ._predictions import Predictions
 from ._projection import (
     CPU_SLICE_LOGITS,
     SLICE_LOGITS,
@@ -131,10 +132,11 @@ def drive(
     has_kernel: bool,
     ignore_index: int,
     *options: Any,
+    predictions: Predictions | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """All chunks: fills `ce`, `squares`, `stats` where `ce` is given, and sums up the gradients that are needed.
 
-    dweight and dbias come times `factor`, dhidden does not.
+    dweight and dbias come times `factor`, dhidden does not. `predictions` see all logits.
     """
     needs_dhidden, needs_dweight, needs_dbias = needs
     device, (num_classes, width) = hidden.device, weight.shape
@@ -165,6 +167,8 @@ def drive(
             torch.mm(h, w.t(), out=logits)
         else:
             torch.addmm(b, h, w.t(), out=logits)
+        if predictions is not None:
+            predictions.update(logits, slice(start, end))
         for i in range(start, end, end - start if has_kernel else slice_rows):
             j = end if has_kernel else min(i + slice_rows, end)
             part = logits[i - start : j - start]
@@ -243,6 +247,7 @@ def drive_anchored(
     ignore_index: int,
     softcap: float | None,
     scale: float | None,
+    predictions: Predictions | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """What `drive` does, with logits read once; dweight comes in its own dtype where one product makes it."""
     needs_dhidden, needs_dweight, _ = needs
@@ -255,19 +260,23 @@ def drive_anchored(
     dce = dce if dce.dim() == 0 else dce.reshape(-1)
     options = ignore_index, softcap, scale
 
-    def fill(block: Tensor, h: Tensor, first: int) -> None:
+    def fill(block: Tensor, h: Tensor, rows: slice, first: int) -> None:
         part = slice(first, first + block.shape[1])
         if b is None:
             torch.mm(h, w[part].t(), out=block)
         else:
             torch.addmm(b[part], h, w[part].t(), out=block)
+        if predictions is not None:
+            predictions.update(block, rows, first)
 
     def anchored(blocks: list[Tensor], h: Tensor, rows: slice) -> Tensor:
         """Turn blocks into e, by a kernel that multiplies too where that is faster; the factors of the rows."""
         firsts = [sum(block.shape[1] for block in blocks[:i]) for i in range(len(blocks))]
         given = blocks, labels[rows], ce[rows], stats[rows], dce if dce.dim() == 0 else dce[rows], *options
-        ways = {"product, then anchored": partial(anchor_rows, *given, fill=lambda i: fill(blocks[i], h, firsts[i]))}
-        if can_anchor(h, w, b, softcap, scale):
+        ways = {
+            "product, then anchored": partial(anchor_rows, *given, fill=lambda i: fill(blocks[i], h, rows, firsts[i]))
+        }
+        if predictions is None and can_anchor(h, w, b, softcap, scale):
             ways = {"anchored product": partial(anchor_rows, *given, factors=(h, w)), **ways}
         key = "linear_cross_entropy", next_power_of_2(h.shape[0]), num_classes, width
         return take(key, ways, h.device)
@@ -346,6 +355,7 @@ def drive_sliced(
     ignore_index: int,
     *options: Any,
     main_grad: Tensor | None = None,
+    predictions: Predictions | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `_gradients` does, by tiles: either the losses or, with their statistics, the gradients.
 
@@ -362,7 +372,7 @@ def drive_sliced(
         row_weight = class_weight.to(stats.dtype)[y]
     if ce is not None:
         ce, squares = ce.view(-1), squares.view(-1) if z_loss else None  # type: ignore[union-attr]
-        sliced_statistics(*inputs, ce, squares, stats, *settings)
+        sliced_statistics(*inputs, ce, squares, stats, *settings, predictions)
         if row_weight is not None:
             ce *= row_weight
     like = hidden, weight, weight[:, 0] if bias is None else bias

@@ -22,6 +22,7 @@ from ._choice import take
 from ._hopper import TILE_N
 from ._hopper_cross_entropy import can_anchor, label_flags, product_dlogits
 from ._launch import cdiv, next_power_of_2
+from ._predictions import Predictions
 from ._projection import CPU_SLICE_LOGITS, accumulate, padded, scale_rows, scaled_rows
 from .cross_entropy import launch_rows, stand_in_labels, wide_dtype
 
@@ -178,15 +179,20 @@ def sliced_statistics(
     ignore_index: int,
     options: Options,
     has_kernel: bool,
+    predictions: Predictions | None = None,
 ) -> None:
-    """Fill `ce`, `squares` and `stats`, vectors of the rows; `weight` has the dtype of `rows`."""
+    """Fill `ce`, `squares` and `stats`, vectors of the rows; `weight` has the dtype of `rows`.
+
+    `predictions` see all logits.
+    """
     num_classes = weight.shape[0]
     tiles = plan_tiles(rows.shape[0], num_classes, rows.element_size(), max_bytes)
     for part in _parts(rows.shape[0], tiles.num_rows):
         h, out = rows[part], (labels[part], ce[part], stats[part])
-        tiled = partial(_tiled_statistics, h, weight, bias, *out, tiles.num_cols, ignore_index, options, has_kernel)
-        ways: dict[str, Callable[[], None]] = {"product, then statistics": tiled}
-        if has_kernel and not options.label_smoothing and can_anchor(h, weight, bias, *options[2:]):
+        see = None if predictions is None else partial(predictions.update, rows=part)
+        given = h, weight, bias, *out, tiles.num_cols, ignore_index, options, has_kernel, see
+        ways: dict[str, Callable[[], None]] = {"product, then statistics": partial(_tiled_statistics, *given)}
+        if see is None and has_kernel and not options.label_smoothing and can_anchor(h, weight, bias, *options[2:]):
             fused = partial(product_losses, h, weight, *out, ignore_index, options.scale)
             ways = {"product into statistics": fused, **ways}
         take(("statistics", next_power_of_2(h.shape[0]), *weight.shape), ways, h.device)
@@ -205,8 +211,9 @@ def _tiled_statistics(
     ignore_index: int,
     options: Options,
     has_kernel: bool,
+    see: Callable[..., None] | None,
 ) -> None:
-    """Those of rows whose logits are computed for `num_cols` classes at a time."""
+    """Those of rows whose logits are computed for `num_cols` classes at a time, and shown to `see`."""
     num_classes, smoothing = weight.shape[0], options.label_smoothing
     buffer = h.new_empty(h.shape[0] * padded(num_cols))
     columns = _parts(num_classes, num_cols)
@@ -216,6 +223,8 @@ def _tiled_statistics(
     distance = torch.empty_like(at) if smoothing else None
     for index, cols in enumerate(columns):
         logits = _product(h, weight, bias, cols, buffer)
+        if see is not None:
+            see(logits, first=cols.start)
         part_distance = None if distance is None else distance[index]
         shard_statistics(logits, y[index], at[index], part_distance, found[index], options, num_classes, has_kernel)
     valid, _, poison = stand_in_labels(labels, num_classes, ignore_index, stats.dtype)

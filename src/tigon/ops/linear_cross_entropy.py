@@ -24,7 +24,7 @@ scalar loss the gradients.   Source: Wijmans et al. 2024, arXiv:2411.09009, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,7 @@ from ._op import (
     op,
     runs_reference,
 )
+from ._predictions import Predictions
 from ._projection import (
     CPU_LOGITS_BYTES,
     LOGITS_BYTES,
@@ -76,6 +77,14 @@ Memory = Literal["default", "min"]
 MEMORIES = ("default", "min")
 
 
+class LinearCrossEntropyOutput(NamedTuple):
+    """A loss, the part of it that is the z-loss, None if not asked for, and the likeliest class of each row."""
+
+    loss: Tensor
+    z_loss: Tensor | None
+    predictions: Tensor
+
+
 # ---- reference ----
 
 
@@ -99,7 +108,8 @@ def linear_cross_entropy_reference(
     token_weight: Tensor | None = None,
     skip_ignored: bool = False,
     main_grad: Tensor | None = None,
-) -> Tensor | CrossEntropyOutput:
+    return_predictions: bool = False,
+) -> Tensor | CrossEntropyOutput | LinearCrossEntropyOutput:
     if main_grad is not None:
         weight = _AddInto.apply(weight, main_grad)
     # What an ignored row holds must not reach dweight, where 0 * inf is NaN.
@@ -107,6 +117,11 @@ def linear_cross_entropy_reference(
     logits = F.linear(hidden, weight, bias)
     if logit_scale is not None:
         logits = logits.to(wide_dtype(logits.dtype)) * logit_scale
+    predictions = None
+    if return_predictions:
+        z = logits.detach().to(wide_dtype(logits.dtype))
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        predictions = z.argmax(-1).masked_fill(labels == ignore_index, -1)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
@@ -116,13 +131,14 @@ def linear_cross_entropy_reference(
         "return_z_loss": return_z_loss,
     }
     if token_weight is None:
-        return cross_entropy_reference(logits, labels, reduction=reduction, num_items=num_items, **options)
+        out = cross_entropy_reference(logits, labels, reduction=reduction, num_items=num_items, **options)
+        return _with_predictions(out, predictions)
     rows = cross_entropy_reference(logits, labels, reduction="none", **options)
     wide = wide_dtype(logits.dtype)
     w = token_weight.to(wide).masked_fill(labels == ignore_index, 0.0)
     divisor = mean_divisors(labels, None, ignore_index, num_items, wide)[0] if reduction == "mean" else 1.0
     weighted = [w * t if reduction == "none" else (w * t).sum() / divisor for t in _as_tuple(rows)]
-    return CrossEntropyOutput(*weighted) if return_z_loss else weighted[0]
+    return _with_predictions(CrossEntropyOutput(*weighted) if return_z_loss else weighted[0], predictions)
 
 
 class _AddInto(torch.autograd.Function):
@@ -144,9 +160,18 @@ def _as_tuple(out: Tensor | CrossEntropyOutput) -> tuple[Tensor, ...]:
     return (out,) if isinstance(out, Tensor) else tuple(out)
 
 
+def _with_predictions(
+    out: Tensor | CrossEntropyOutput, predictions: Tensor | None
+) -> Tensor | CrossEntropyOutput | LinearCrossEntropyOutput:
+    if predictions is None:
+        return out
+    loss, z_loss = (out, None) if isinstance(out, Tensor) else out
+    return LinearCrossEntropyOutput(loss, z_loss, predictions)
+
+
 # ---- kernels ----
 
-# Those of `_anchored.py`, `cross_entropy.py` and `_projection.py`.
+# Those of `_anchored.py`, `cross_entropy.py`, `_predictions.py` and `_projection.py`.
 
 
 # ---- operators ----
@@ -156,21 +181,29 @@ MIN_LOGITS_BYTES = 64 << 20
 
 
 def _gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, needs: Sequence[bool], settings: Sequence[Any]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
+    needs: Sequence[bool],
+    settings: Sequence[Any],
+    classes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All chunks, then the gradients in their dtypes, for which the buffer of logits makes room."""
+    """All chunks, then the gradients in their dtypes, for which the buffer of logits makes room; fills `classes`."""
     labels, class_weight, ce, _, stats, dce, _, factor = rest
     dtype, z_loss, max_logits_bytes, has_kernel, ignore_index, label_smoothing, softcap, scale, is_sliced = settings
-    dbias = None
+    dbias = predictions = None
+    if classes is not None:
+        predictions = Predictions(classes, labels, dtype, ignore_index, softcap, scale, has_kernel)
     settings = settings[:-1]
     if is_sliced:
-        return drive_sliced(hidden, weight, bias, *rest, needs, *settings)
+        return drive_sliced(hidden, weight, bias, *rest, needs, *settings, predictions=predictions)
     like = hidden.new_empty(0, dtype=dtype)
     if anchors(ce, dce, class_weight, needs, z_loss, label_smoothing, scale, has_kernel, like):
         inputs = hidden, weight, bias, labels, ce, stats, dce, factor, needs
-        dhidden, dweight = drive_anchored(*inputs, dtype, max_logits_bytes, ignore_index, softcap, scale)
+        dhidden, dweight = drive_anchored(*inputs, dtype, max_logits_bytes, ignore_index, softcap, scale, predictions)
     else:
-        dhidden, dweight, dbias = drive(hidden, weight, bias, *rest, needs, *settings)
+        dhidden, dweight, dbias = drive(hidden, weight, bias, *rest, needs, *settings, predictions=predictions)
     b = weight[:, 0] if bias is None else bias
     return dhidden, finished(dweight, weight, needs[1]), finished(dbias, b, needs[2])
 
@@ -187,6 +220,10 @@ def _row_buffers(hidden: Tensor, labels: Tensor, dtype: torch.dtype, z_loss: flo
     return ce, ce.new_empty(labels.shape if z_loss else (0,)), ce.new_empty((*labels.shape, 2))
 
 
+def _class_buffer(labels: Tensor, has_predictions: bool) -> Tensor:
+    return labels.new_empty(labels.shape if has_predictions else (0,), dtype=torch.int64)
+
+
 def _fake_fwd(
     hidden: Tensor,
     weight: Tensor,
@@ -196,18 +233,20 @@ def _fake_fwd(
     dce: Tensor | None,
     dsquares: Tensor | None,
     factor: Tensor | None,
+    has_predictions: bool,
     needs: Sequence[bool],
     dtype: torch.dtype,
     z_loss: float,
     *settings: Any,
 ) -> tuple[Tensor, ...]:
     gradients = fake_gradients(hidden, weight, bias, needs if dce is not None else (False,) * 3)
-    return *_row_buffers(hidden, labels, dtype, z_loss), *gradients
+    return *_row_buffers(hidden, labels, dtype, z_loss), *gradients, _class_buffer(labels, has_predictions)
 
 
 @define(
     "linear_cross_entropy_fwd(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight,"
-    f" Tensor? dce, Tensor? dsquares, Tensor? factor, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor? dce, Tensor? dsquares, Tensor? factor, bool has_predictions, {_SETTINGS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_fwd,
 )
 def _fwd(
@@ -219,15 +258,18 @@ def _fwd(
     dce: Tensor | None,
     dsquares: Tensor | None,
     factor: Tensor | None,
+    has_predictions: bool,
     needs: Sequence[bool],
     dtype: torch.dtype,
     z_loss: float,
     *settings: Any,
 ) -> tuple[Tensor, ...]:
-    rows = _row_buffers(hidden, labels, dtype, z_loss)
+    rows, classes = _row_buffers(hidden, labels, dtype, z_loss), _class_buffer(labels, has_predictions)
     needs = needs if dce is not None else (False,) * 3
     inputs, settings = (hidden, weight, bias, labels, class_weight), (dtype, z_loss, *settings)
-    return *rows, *_gradients(*inputs, *rows, dce, dsquares, factor, needs=needs, settings=settings)
+    asked = classes if has_predictions else None
+    gradients = _gradients(*inputs, *rows, dce, dsquares, factor, needs=needs, settings=settings, classes=asked)
+    return *rows, *gradients, classes
 
 
 def _fake_bwd(
@@ -281,17 +323,21 @@ class _RowLosses(torch.autograd.Function):
         labels: Tensor,
         class_weight: Tensor | None,
         main_grad: Tensor | None,
+        has_predictions: bool,
         settings: tuple[Any, ...],
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        ce, squares, stats, *_ = _fwd(hidden, weight, bias, labels, class_weight, None, None, None, *settings)
-        ctx.save_for_backward(hidden, weight, bias, labels, class_weight, stats)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = hidden, weight, bias, labels, class_weight
+        ce, squares, stats, *_, predictions = _fwd(*inputs, None, None, None, has_predictions, *settings)
+        ctx.save_for_backward(*inputs, stats)
         ctx.settings, ctx.main_grad = settings, main_grad
-        return (ce, squares) if settings[2] else ce
+        ctx.mark_non_differentiable(predictions)
+        return ce, squares, predictions
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dce: Tensor, dsquares: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dce: Tensor, dsquares: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.settings[0]
+        dsquares = dsquares if ctx.settings[2] else None
         if ctx.main_grad is None:
             gradients = _bwd(*ctx.saved_tensors, dce, dsquares, *ctx.settings)
         else:
@@ -299,7 +345,7 @@ class _RowLosses(torch.autograd.Function):
             given = *inputs, None, None, stats, dce, dsquares, None, *ctx.settings[:-1]
             gradients, needs = drive_sliced(*given, main_grad=ctx.main_grad), (needs[0], False, needs[2])
         wanted = (g if is_needed else None for g, is_needed in zip(gradients, needs, strict=True))
-        return *wanted, *[None] * 4
+        return *wanted, *[None] * 5
 
 
 class _ScalarLoss(torch.autograd.Function):
@@ -318,16 +364,19 @@ class _ScalarLoss(torch.autograd.Function):
         squares_divisor: Tensor | None,
         returns_z_loss: bool,
         is_traced: bool,
+        has_predictions: bool,
         settings: tuple[Any, ...],
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         inputs = hidden, weight, bias, labels, class_weight
         dsquares = divisor.new_ones(()) if token_weight is None else token_weight
         if squares_divisor is None:
             dce, factor = dsquares, divisor.reciprocal()
         else:
             dce, factor = dsquares * (squares_divisor / divisor), squares_divisor.reciprocal()
-        ce, squares, stats, *gradients = _fwd(*inputs, dce, dsquares, factor, *settings)
+        made = _fwd(*inputs, dce, dsquares, factor, has_predictions, *settings)
+        ce, squares, stats, *gradients, predictions = made
         ctx.settings, ctx.is_traced = settings, is_traced
+        ctx.mark_non_differentiable(predictions)
         if is_traced:
             ctx.save_for_backward(*gradients, factor)
         else:
@@ -339,11 +388,13 @@ class _ScalarLoss(torch.autograd.Function):
         if token_weight is not None:
             ce, squares = ce * token_weight, squares * token_weight if settings[2] else squares
         out = reduce_rows(ce, squares if settings[2] else None, divisors, "sum", returns_z_loss)
-        return tuple(out) if returns_z_loss else out  # type: ignore[return-value]
+        return *_as_tuple(out), predictions
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None, dz_loss: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
+        # The last is that of the predictions.
+        dz_loss = rest[0] if len(rest) == 2 else None
         if ctx.is_traced:
             *gradients, factor = ctx.saved_tensors
             factors = dloss * factor, dloss, dloss  # type: ignore[operator]
@@ -361,7 +412,7 @@ class _ScalarLoss(torch.autograd.Function):
             dsum = dloss if dz_loss is None else dloss + dz_loss
             gradients = _bwd(*inputs, stats, dloss * factor * dce, dsum * factor * dsquares, *ctx.settings)
         wanted = (g if is_needed else None for g, is_needed in zip(gradients, ctx.settings[0], strict=True))
-        return *wanted, *[None] * 8
+        return *wanted, *[None] * 9
 
 
 # ---- public ----
@@ -379,7 +430,7 @@ def _of_valid_rows(
     ignore_index: int,
     reduction: Reduction,
     **options: Any,
-) -> Tensor | CrossEntropyOutput:
+) -> Tensor | CrossEntropyOutput | LinearCrossEntropyOutput:
     """`linear_cross_entropy` of the rows that are not ignored, whose number the host waits for."""
     flat = labels.reshape(-1)
     index = (flat != ignore_index).nonzero().squeeze(-1)
@@ -392,10 +443,17 @@ def _of_valid_rows(
         token_weight=None if token_weight is None else token_weight.reshape(-1)[index],
         **options,
     )
-    if reduction != "none":
-        return out
-    whole = [t.new_zeros(flat.shape).index_copy(0, index, t).view(labels.shape) for t in _as_tuple(out)]
-    return CrossEntropyOutput(*whole) if isinstance(out, CrossEntropyOutput) else whole[0]
+
+    def whole(rows: Tensor, ignored: int = 0) -> Tensor:
+        return rows.new_full(flat.shape, ignored).index_copy(0, index, rows).view(labels.shape)
+
+    predictions = None
+    if isinstance(out, LinearCrossEntropyOutput):
+        predictions = whole(out.predictions, -1)
+        out = out.loss if out.z_loss is None else CrossEntropyOutput(out.loss, out.z_loss)
+    if reduction == "none":
+        out = whole(out) if isinstance(out, Tensor) else CrossEntropyOutput(*map(whole, out))
+    return _with_predictions(out, predictions)
 
 
 @op(reference=linear_cross_entropy_reference, supports=_supports)
@@ -419,7 +477,8 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,
     skip_ignored: bool = False,
     main_grad: Tensor | None = None,
-) -> Tensor | CrossEntropyOutput:
+    return_predictions: bool = False,
+) -> Tensor | CrossEntropyOutput | LinearCrossEntropyOutput:
     """Cross entropy of `hidden @ weight.T` against `labels`, without storing the logits.
 
         loss = cross_entropy(F.linear(hidden, weight, bias) * logit_scale, labels, ...)     # the reference, in one line
@@ -453,10 +512,14 @@ def linear_cross_entropy(
         main_grad: fp32 `[V, D]`, contiguous: backward adds the gradient of `weight` to it, tile by tile, and gives
             `weight` itself none. Hooks on the weight, those of a gradient bucket for example, do not run. With
             `memory="min"`, in eager mode.
+        return_predictions: return the likeliest class of each row too, the first of equals; -1 where ignored. Token
+            accuracy is `(out.predictions == labels)[labels != ignore_index].float().mean()`.
 
     Returns:
         Scalar fp32 (fp64 for fp64 inputs), or `[...]` for reduction "none"; with `return_z_loss` the named tuple
-        `(loss, z_loss)`, whose loss contains the z-loss. A divisor of 0 gives loss 0 and gradients 0.
+        `(loss, z_loss)`, whose loss contains the z-loss; with `return_predictions` the named tuple
+        `(loss, z_loss, predictions)`: z-loss None if not asked for, predictions `[...]` int64 without a gradient. A
+        divisor of 0 gives loss 0 and gradients 0.
 
     Raises:
         ValueError: shapes, dtypes, devices or options disagree, or one row of logits exceeds `max_logits_bytes`.
@@ -472,10 +535,12 @@ def linear_cross_entropy(
               16-bit chunks add up.
               A mean or a sum takes three matrix products. A fourth, of logits computed again in backward, is the
               price of reduction "none", of fp16 (whose range needs the loss scale before rounding), of an
-              upstream gradient for the returned z-loss, and of a second backward.
+              upstream gradient for the returned z-loss, and of a second backward. Predictions take one more read of
+              the logits, which then always reach memory.
     Choice:   between kernels for compute capability 9.0 and others by time, once for a size, waiting for the device;
               the first ones while a CUDA graph records and under `torch.use_deterministic_algorithms`.
-    Differs from the reference: never in formula; order of summation over V and over rows. Tensor subclasses go to the
+    Differs from the reference: never in formula; order of summation over V and over rows, which may decide between
+              predictions that are equal to rounding, and the prediction of a row with NaN. Tensor subclasses go to the
               reference itself, which stores all logits.
     Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
     """
@@ -544,6 +609,7 @@ def linear_cross_entropy(
             max_logits_bytes=max_logits_bytes,
             memory=memory,
             main_grad=main_grad,
+            return_predictions=return_predictions,
         )
 
     has_kernel = not runs_reference(name, hidden, weight, labels, bias=bias)
@@ -563,6 +629,7 @@ def linear_cross_entropy(
             logit_scale=logit_scale,
             return_z_loss=return_z_loss,
             token_weight=token_weight,
+            return_predictions=return_predictions,
         )
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
     scale = None if logit_scale is None else float(logit_scale)
@@ -582,16 +649,16 @@ def linear_cross_entropy(
     if any(needs) and not is_late:
         divisor, squares_divisor = divisors or (labels.new_ones((), dtype=wide), None)
         squares_divisor = None if squares_divisor is divisor else squares_divisor
-        out = _ScalarLoss.apply(*inputs, weights, divisor, squares_divisor, returns_z_loss, is_traced, settings)
-        if returns_z_loss:
-            return CrossEntropyOutput(*out)
-        return CrossEntropyOutput(out, torch.zeros_like(out)) if return_z_loss else out
+        given = weights, divisor, squares_divisor, returns_z_loss, is_traced, return_predictions, settings
+        loss, *losses, predictions = _ScalarLoss.apply(*inputs, *given)
+        out = CrossEntropyOutput(loss, losses[0] if losses else torch.zeros_like(loss)) if return_z_loss else loss
+        return _with_predictions(out, predictions if return_predictions else None)
     if any(needs):
-        out = _RowLosses.apply(*inputs, main_grad, settings)
-        ce, squares = out if z_loss else (out, None)
+        ce, squares, predictions = _RowLosses.apply(*inputs, main_grad, return_predictions, settings)
     else:
-        ce, squares, *_ = _fwd(*inputs, None, None, None, *settings)
-        squares = squares if z_loss else None
+        ce, squares, *_, predictions = _fwd(*inputs, None, None, None, return_predictions, *settings)
+    squares = squares if z_loss else None
     if weights is not None:
         ce, squares = ce * weights, None if squares is None else squares * weights
-    return reduce_rows(ce, squares, divisors, reduction, return_z_loss)
+    out = reduce_rows(ce, squares, divisors, reduction, return_z_loss)
+    return _with_predictions(out, predictions if return_predictions else None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.linear_cross_entropy import linear_cross_entropy_reference
+from ..ops.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy_reference
 from ._spec import Case, Cost, Make, Mutation, OpSpec
 from .cross_entropy import draw_class_weight, draw_labels
 
@@ -92,6 +93,18 @@ def _chunks_averaged(hidden: Tensor, weight: Tensor, labels: Tensor, **options: 
     return 0.5 * (first + linear_cross_entropy_reference(hidden[half:], weight, labels[half:], **options))
 
 
+def _with_predictions(fault: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """The reference with `fault` applied to the predictions."""
+
+    def faulty(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Any:
+        out = linear_cross_entropy_reference(hidden, weight, labels, **options)
+        if not isinstance(out, LinearCrossEntropyOutput):
+            return out
+        return out._replace(predictions=fault(out.predictions))
+
+    return faulty
+
+
 SPEC = OpSpec(
     name="linear_cross_entropy",
     cases=(
@@ -136,6 +149,20 @@ SPEC = OpSpec(
         ),
         Case("token_weight", {"M": 19, "D": 16, "V": 65, "token_weight": 1}, {"z_loss": 1e-2, "return_z_loss": True}),
         Case(
+            "predictions",
+            {"M": 37, "D": 16, "V": 515, "bias": 1},
+            {"return_predictions": True, "max_logits_bytes": 10 * 528 * 4},
+            dtypes=(torch.float32,),
+            note="rounded to 16 bits, the largest logits are equal, and either product may have another one first",
+        ),
+        Case(
+            "predictions_tiles",
+            {"M": 37, "D": 16, "V": 515},
+            {"return_predictions": True, "memory": "min", "max_logits_bytes": 20 * 256 * 4, "logit_scale": -0.5},
+            dtypes=(torch.float32,),
+            note="as of predictions",
+        ),
+        Case(
             "skip_ignored", {"M": 19, "D": 16, "V": 65, "token_weight": 1}, {"skip_ignored": True, "reduction": "none"}
         ),
         Case("hidden_4096", {"M": 8192, "D": 4096, "V": 128256}, models_only=True),
@@ -158,6 +185,9 @@ SPEC = OpSpec(
         Mutation("dweight of the last chunk alone", _dweight_of_last_chunk),
         Mutation("token_weight ignored", _no_token_weight),
         Mutation("mean of the means of chunks", _chunks_averaged),
+        Mutation("predictions of ignored rows", _with_predictions(lambda classes: classes.clamp(min=0))),
+        Mutation("predictions within their tile", _with_predictions(lambda classes: classes.fmod(256))),
+        Mutation("predictions of the last row", _with_predictions(lambda classes: classes[-1:].expand_as(classes))),
     ),
     # The loss is one number from nine rows: the reference's own error in it is one draw, which may be next to zero.
     # One row's dweight is the rounding of its label's entry, one draw too.
@@ -174,5 +204,6 @@ SPEC = OpSpec(
         "class_weight",
         "z_loss",
         "tiles_options",
+        "predictions",
     ),
 )

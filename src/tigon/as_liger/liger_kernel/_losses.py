@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops import cross_entropy, linear_cross_entropy
+from tigon.ops import LinearCrossEntropyOutput, cross_entropy, linear_cross_entropy
 from tigon.ops._check import require, require_one_of
-
-# Bytes of logits that exist at once while the largest of each row is looked for.
-_ARGMAX_BYTES = 64 * 2**20
 
 
 @dataclass
@@ -54,15 +49,10 @@ def of_logits(
     return_predicted_tokens: bool = False,
 ) -> Parts:
     options = _options(weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap)
-    loss, z_loss = _with_z_loss(cross_entropy(logits, target, return_z_loss=return_z_loss, **options))
-    metrics = _metrics(
-        lambda: logits.detach().argmax(-1),
-        target,
-        ignore_index,
-        reduction,
-        return_token_accuracy,
-        return_predicted_tokens,
-    )
+    loss, z_loss, predicted = _parts(cross_entropy(logits, target, return_z_loss=return_z_loss, **options))
+    if return_token_accuracy or return_predicted_tokens:
+        predicted = logits.detach().argmax(-1).masked_fill(target == ignore_index, -1)
+    metrics = _metrics(predicted, target, ignore_index, reduction, return_token_accuracy, return_predicted_tokens)
     return Parts(loss, z_loss, *metrics)
 
 
@@ -93,22 +83,15 @@ def of_hidden(
         # Twice a row of logits is room for one that is aligned.
         row = 2 * (weight.shape[0] + 64) * hidden.element_size()
         options["max_logits_bytes"] = max(int(chunk_mem_const * hidden.numel() * hidden.element_size()), row)
+    options["return_predictions"] = return_token_accuracy or return_predicted_tokens
     if use_token_scaling:
         require(lse_square_scale == 0, name, "use_token_scaling", "lse_square_scale 0 with it", lse_square_scale)
         require(ce_weight is None, name, "use_token_scaling", "no ce_weight with it", "a tensor")
-        loss, z_loss = _token_scaled(hidden, weight, target, bias, return_z_loss, options)
+        loss, z_loss, predicted = _token_scaled(hidden, weight, target, bias, return_z_loss, options)
     else:
-        loss, z_loss = _with_z_loss(
-            linear_cross_entropy(hidden, weight, target, bias=bias, return_z_loss=return_z_loss, **options)
-        )
-    metrics = _metrics(
-        lambda: _largest(hidden, weight, bias),
-        target,
-        ignore_index,
-        reduction,
-        return_token_accuracy,
-        return_predicted_tokens,
-    )
+        out = linear_cross_entropy(hidden, weight, target, bias=bias, return_z_loss=return_z_loss, **options)
+        loss, z_loss, predicted = _parts(out)
+    metrics = _metrics(predicted, target, ignore_index, reduction, return_token_accuracy, return_predicted_tokens)
     return Parts(loss, z_loss, *metrics)
 
 
@@ -130,51 +113,45 @@ def _options(
     }
 
 
-def _with_z_loss(out: Any) -> tuple[Tensor, Tensor | None]:
-    return (out, None) if isinstance(out, Tensor) else tuple(out)
+def _parts(out: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss, z-loss and predictions; None for what `out` has not."""
+    if isinstance(out, Tensor):
+        return out, None, None
+    return tuple(out) if isinstance(out, LinearCrossEntropyOutput) else (*out, None)
 
 
 def _token_scaled(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, return_z_loss: bool, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Each row's loss times the probability of its label, which gets no gradient."""
     reduction = options.pop("reduction")
     require_one_of("liger_fused_linear_cross_entropy", "reduction", reduction, ("mean", "sum", "none"))
-    rows = linear_cross_entropy(hidden, weight, target, bias=bias, reduction="none", **options)
+    out = linear_cross_entropy(hidden, weight, target, bias=bias, reduction="none", **options)
+    rows, _, predicted = _parts(out)
     plain = rows.detach()
     if options["label_smoothing"]:
         with torch.no_grad():
-            plain = linear_cross_entropy(
-                hidden, weight, target, bias=bias, reduction="none", **{**options, "label_smoothing": 0.0}
-            )
+            unsmoothed = {**options, "label_smoothing": 0.0, "return_predictions": False}
+            plain = linear_cross_entropy(hidden, weight, target, bias=bias, reduction="none", **unsmoothed)
     rows = rows * torch.exp(-plain)
     zero = torch.zeros_like(rows) if reduction == "none" else rows.new_zeros(())
     z_loss = zero if return_z_loss else None
     if reduction == "none":
-        return rows, z_loss
+        return rows, z_loss, predicted
     if reduction == "sum":
-        return rows.sum(), z_loss
-    return rows.sum() / (target != options["ignore_index"]).sum().clamp(min=1), z_loss
-
-
-@torch.no_grad()
-def _largest(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The class of the largest logit of each row. A soft cap does not change which it is."""
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    size = max(1, _ARGMAX_BYTES // (weight.shape[0] * hidden.element_size()))
-    found = [F.linear(chunk, weight, bias).argmax(-1) for chunk in rows.split(size)]
-    return torch.cat(found).reshape(hidden.shape[:-1])
+        return rows.sum(), z_loss, predicted
+    return rows.sum() / (target != options["ignore_index"]).sum().clamp(min=1), z_loss, predicted
 
 
 @torch.no_grad()
 def _metrics(
-    largest: Callable[[], Tensor], target: Tensor, ignore_index: int, reduction: str, accuracy: bool, tokens: bool
+    predicted: Tensor | None, target: Tensor, ignore_index: int, reduction: str, accuracy: bool, tokens: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Token accuracy, of rows for reduction "none", and predicted tokens, -1 where the label is ignored."""
-    if not (accuracy or tokens):
+    """Token accuracy, of rows for reduction "none", and the predicted tokens; None for what is not asked for."""
+    if predicted is None:
         return None, None
-    predicted, valid = largest(), target != ignore_index
+    valid = target != ignore_index
     right = ((predicted == target) & valid).float()
     if reduction != "none":
         right = right.sum() / valid.sum().clamp(min=1)
-    return right if accuracy else None, predicted.masked_fill(~valid, -1) if tokens else None
+    return right if accuracy else None, predicted if tokens else None

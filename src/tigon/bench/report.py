@@ -9,7 +9,8 @@ from .store import Row, read
 
 OURS, PRODUCTS = "tigon", "matrix_products"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
-_SHOWN = ("tigon", "liger", "quack", "torch_compile", "torch_builtin", "torch_eager")
+_PACKAGES = ("liger", "quack", "cce", "trl")
+_SHOWN = ("tigon", *_PACKAGES, "torch_compile", "torch_builtin", "torch_eager")
 
 
 def rows_in(folder: Path) -> list[Row]:
@@ -82,7 +83,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 def _versions(rows: Sequence[Row]) -> str:
-    peers = {r.implementation: r.version for r in rows if r.implementation in ("liger", "quack")}
+    peers = {r.implementation: r.version for r in rows if r.implementation in _PACKAGES}
     return ", ".join(f"{name} {version}" for name, version in peers.items()) or "no other packages"
 
 
@@ -117,7 +118,8 @@ def plot(rows: Sequence[Row], *paths: Path) -> None:
     grouped = {case: found for (_, case, mode), found in _cases(rows).items() if mode == "both" and OURS in found}
     measured = {name for found in grouped.values() for name in found}
     names = [n for n in _SHOWN if n in measured] + sorted(n for n in measured if n.startswith(f"{OURS}@"))
-    colors = dict(zip(_SHOWN, ("#d1495b", "#30638e", "#7d5ba6", "#edae49", "#66a182", "#8d96a3"), strict=True))
+    palette = "#d1495b", "#30638e", "#7d5ba6", "#00798c", "#9c6644", "#edae49", "#66a182", "#8d96a3"
+    colors = dict(zip(_SHOWN, palette, strict=True))
     figure, axes = plt.subplots(figsize=(max(6.0, 1.9 * len(grouped) + 1.5), 4.2), layout="constrained")
     width = 0.8 / len(names)
     for index, name in enumerate(names):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-NAMES = ("torch_eager", "torch_compile", "torch_builtin", "liger", "quack")
+NAMES = ("torch_eager", "torch_compile", "torch_builtin", "liger", "quack", "cce", "trl")
 
 
 @dataclass(frozen=True)

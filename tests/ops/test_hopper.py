@@ -81,9 +81,11 @@ def test_any_spread_of_logits(spread: float, memory: str) -> None:
 
     Logits of thousands times a constant lose digits of fp32, which are many more than those of a 16-bit gradient.
     """
-    _compare(*_case(40, 900, spread), memory=memory, factor=3.0 if spread < 100 or memory == "default" else 16.0)
+    _compare(*_case(40, 900, spread), memory=memory, factor=3.0 if spread < 100 or memory == "default" else 32.0)
 
 
+# The interpreter warns of 0 * inf before that is left out.
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("memory", ["default", "min"])
 def test_ignored_rows_may_hold_anything(memory: str) -> None:
     hidden, weight, labels = _case(70, 700)

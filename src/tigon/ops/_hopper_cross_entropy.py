@@ -42,10 +42,11 @@ def _label_logits_kernel(
     is_read = is_class & (label != ignore_index)
     hidden_ptr += row * hidden_stride
     weight_ptr += tl.where(is_read, label, 0) * weight_stride
+    num_read = tl.where(is_read, num_cols, 0)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, num_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        mask = is_read & (cols < num_cols)
+        mask = cols < num_read
         h = tl.load(hidden_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         total += h * w

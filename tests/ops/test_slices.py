@@ -49,7 +49,7 @@ def test_tiles_fit(num_rows: int, num_classes: int, itemsize: int) -> None:
         assert tiles.num_rows * tiles.num_cols * itemsize <= max_bytes
     # Enough work a product, and few sums of dweight.
     tiles = plan_tiles(num_rows, num_classes, itemsize, 64 << 20)
-    assert num_rows <= 8 * tiles.num_rows or num_rows > 8 * (64 << 20) // itemsize // 128
+    assert num_rows <= 8 * tiles.num_rows or num_rows > 8 * (64 << 20) // itemsize // 256
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -219,6 +219,50 @@ def test_what_is_alive_in_backward(recompute: bool, device: torch.device) -> Non
     ]
 
 
+@pytest.mark.parametrize("max_rows", [1, 5, 12, 24, 1000])
+@pytest.mark.parametrize("frozen", [(), ("x", "norm_weight"), ("gate_weight", "down_bias")])
+def test_parts_give_what_all_rows_give(frozen: tuple[str, ...], max_rows: int, device: torch.device) -> None:
+    inputs = inputs_of(device, 2, 12)
+
+    def run(**options: Any) -> list[Tensor]:
+        leaves = {k: None if v is None else v.detach().requires_grad_(k not in frozen) for k, v in inputs.items()}
+        y = tigon.rms_norm_mlp(**leaves, residual=True, recompute=True, **options)
+        given = [v for k, v in leaves.items() if v is not None and k not in frozen]
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), given)]
+
+    for a, b in zip(run(max_rows=max_rows), run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * (1 + float(b.abs().max())))
+
+
+def test_parts_exist_one_after_the_other(device: torch.device) -> None:
+    """Beside inputs, gradients and sums, what is alive is of the rows of a part, forward and backward."""
+    rows, hidden, width, part = 128, 32, 112, 16
+    inputs = inputs_of(device, rows, hidden=hidden, width=width, bias=False)
+    leaves = leaves_of(inputs)
+    x, weight = rows * hidden, hidden * width
+    dy = torch.randn(rows, hidden, device=device)
+    with Alive() as alive:
+        y = tigon.rms_norm_mlp(**leaves, residual=True, recompute=True, max_rows=part)
+        # The result, rstd so far, norm, gate, up and product of a part.
+        assert max(alive.at_products) <= x + rows + part * (2 * hidden + 3 * width)
+        alive.at_products.clear()
+        torch.autograd.grad(y, [leaves[k] for k in ("x", *PARAMETERS)], dy)
+    # The result, dx, sums of three projections; of a part norm, its gradient, gate, up and product.
+    assert max(alive.at_products) <= 2 * x + rows + 3 * weight + part * (3 * hidden + 3 * width)
+
+
+def test_parts_compiled(device: torch.device) -> None:
+    inputs = inputs_of(device, 12)
+    compiled = torch.compile(tigon.rms_norm_mlp, fullgraph=True, backend="aot_eager")
+    runs = []
+    for function in (compiled, tigon.rms_norm_mlp):
+        leaves = leaves_of(inputs)
+        y = function(**leaves, recompute=True, max_rows=5)
+        runs.append([y.detach(), *torch.autograd.grad(y.square().sum(), [v for v in leaves.values() if v is not None])])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("residual", [False, True])
 def test_upstream_and_inputs_stay(residual: bool, device: torch.device) -> None:
     """Above all where the gradient of the product could be taken for the upstream one: D = I and weight = 1."""
@@ -390,6 +434,8 @@ def _call(**changed: Any) -> Callable[[], Tensor]:
         ({"down_bias": torch.ones(4).half()}, "down_bias: expected dtype torch.float32 of the product"),
         ({"down_weight": torch.ones(4, 6, device="meta")}, "down_weight: expected device cpu, got meta"),
         ({"activation": "swish"}, "activation: expected one of 'silu', "),
+        ({"max_rows": 0, "recompute": True}, "max_rows: expected at least 1, or None, got 0"),
+        ({"max_rows": 8}, "recompute: expected True with max_rows, got False"),
     ],
 )
 def test_wrong_arguments_are_named(changed: dict[str, Any], message: str) -> None:

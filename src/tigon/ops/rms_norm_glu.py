@@ -296,6 +296,20 @@ def _sides(gate: Tensor, up: Tensor | None, gate_first: bool) -> tuple[Tensor, .
     return halves if gate_first else halves[::-1]
 
 
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`total + a @ b`, in `total`; without it a product of `dtype`."""
+    if total is None:
+        return torch.mm(a, b).to(dtype)
+    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(torch.mm(a, b))
+
+
+def add_rows(total: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """`total` and the sum of `rows`."""
+    # torch adds 16-bit numbers in fp32.
+    part = rows.sum(0).to(dtype)
+    return part if total is None else total.add_(part)
+
+
 def input_gradients(
     halves: list[Tensor | None],
     x: Tensor | None,
@@ -309,11 +323,12 @@ def input_gradients(
     eps: float,
     offset: float,
     cast: str,
+    sums: Sequence[Tensor | None] = (None,) * 6,
 ) -> list[Tensor | None]:
     """The gradients of x, norm_weight, gate_weight, gate_bias, up_weight and up_bias, of these `dtypes`.
 
     `halves` are dgate and dup, which are taken out of the list so that each is gone when it has been used. `dy` is a
-    gradient of `x` to be added.
+    gradient of `x` to be added. Those of weights and biases are added to `sums`, where these are tensors.
     """
     needs_dn, needs_dweight = any(needs[:2]), [needs[2], needs[4]]
     n = dn = None
@@ -323,12 +338,11 @@ def input_gradients(
         if needs_dweight[i]:
             if n is None:
                 n = _as_factor(_norm_again(x, norm_weight, eps, offset, cast), half.dtype)
-            dweight = torch.mm(half.t(), n).to(dtypes[2 + 2 * i])
+            dweight = add_product(sums[2 + 2 * i], half.t(), n, dtypes[2 + 2 * i])
         if not any(needs_dweight[i + 1 :]):
             n = None
         if needs[3 + 2 * i]:
-            # torch adds 16-bit numbers in fp32.
-            dbias = half.sum(0).to(dtypes[3 + 2 * i])
+            dbias = add_rows(sums[3 + 2 * i], half, dtypes[3 + 2 * i])
         if needs_dn and half is not None:
             # Into what the other gave: one rounding fewer than a sum of two products.
             weight = weight.to(half.dtype)

@@ -18,6 +18,7 @@ Source: Zhang & Sennrich 2019, arXiv:1910.07467; Shazeer 2020, arXiv:2002.05202;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from .glu import LimitOn, kernel_options, require_options
 from .glu import _fwd as _product
 from .rms_norm import Cast
 from .rms_norm_glu import (
+    add_product,
+    add_rows,
     dtypes_of,
     input_gradients,
     kept,
@@ -59,6 +62,7 @@ def rms_norm_mlp_reference(
     down_bias: Tensor | None = None,
     residual: bool = False,
     recompute: bool = False,
+    max_rows: int | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
     cast: Cast = "cast_then_scale",
@@ -120,20 +124,40 @@ class _RMSNormMLP(torch.autograd.Function):
         dtype: torch.dtype,
         residual: bool,
         recompute: bool,
+        max_rows: int | None,
         *options: Any,
     ) -> Tensor:
-        inputs = x, norm_weight, gate_weight, gate_bias, up_weight, up_bias
+        inputs = norm_weight, gate_weight, gate_bias, up_weight, up_bias
         needs = ctx.needs_input_grad[:8]
         needs_halves = any(needs[:7])
-        product, rstd, gate, up = project(x, None, *inputs[1:], dtype, *options, saves=needs_halves and not recompute)
+        saves = needs_halves and not recompute
+        parts = _parts(num_rows(x), max_rows)
+        if len(parts) == 1:
+            product, rstd, gate, up = project(x, None, *inputs, dtype, *options, saves=saves)
+            y = as_output(linear(product, down_weight, down_bias), x)
+        else:
+            rows, gate, up, rstds = _rows(x), None, None, []
+            y = x.new_empty((*x.shape[:-1], down_weight.shape[0]), dtype=dtype)
+            for part in parts:
+                product, rstd, _, _ = project(rows[part], None, *inputs, dtype, *options, saves=False)
+                _rows(y)[part] = linear(product, down_weight, down_bias)
+                rstds.append(rstd.view(-1))
+                # Gone before the next one is made.
+                del product
+            rstd = torch.cat(rstds)
         if recompute and needs_halves:
             others = x, norm_weight, rstd, gate_weight, up_weight, gate_bias, up_bias
         else:
             others = *kept(needs[:6], x, norm_weight, rstd, gate_weight, up_weight), None, None
         save_for_reuse(ctx, gate, up, others=(*others, down_weight if any(needs[:6]) else None))
-        ctx.recompute, ctx.residual, ctx.dtype, ctx.options = recompute, residual, dtype, options
-        ctx.dtypes = dtypes_of(*inputs, down_weight, down_bias)
-        y = as_output(linear(product, down_weight, down_bias), x)
+        ctx.recompute, ctx.residual, ctx.max_rows, ctx.dtype, ctx.options = (
+            recompute,
+            residual,
+            max_rows,
+            dtype,
+            options,
+        )
+        ctx.dtypes = dtypes_of(x, *inputs, down_weight, down_bias)
         if not residual:
             return y
         return y.add_(x) if torch.promote_types(x.dtype, dtype) == dtype else x + y
@@ -142,37 +166,94 @@ class _RMSNormMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, x, norm_weight, rstd, gate_weight, up_weight, gate_bias, up_bias, down_weight = ctx.saved_tensors
-        needs, own, options = ctx.needs_input_grad[:8], [False, False], ctx.options[3:]
-        if ctx.recompute and any(needs[:7]):
-            weights = norm_weight, gate_weight, gate_bias, up_weight, up_bias
-            product, _, gate, up = project(
-                x, rstd, *weights, ctx.dtype, *ctx.options, saves=any(needs[:6]), needs_product=not any(needs[:6])
-            )
-            own = [True, True]
-        elif not is_traced(dy):
+        needs, own = ctx.needs_input_grad[:8], [False, False]
+        if not ctx.recompute and not is_traced(dy):
             own = claim(ctx, gate, up)
             release(ctx)
-        rows = dy.reshape(num_rows(dy), dy.shape[-1]).to(ctx.dtype)
-        halves: list[Tensor | None] = [None, None]
-        ddown_weight = ddown_bias = None
-        if any(needs[:6]):
-            halves, product = unproject_from(rows, down_weight, gate, up, own, needs[:6], needs[6], *options)
-        elif needs[6] and not ctx.recompute:
-            product = _product(gate, up, *options)
+        weights = norm_weight, gate_weight, gate_bias, up_weight, up_bias, down_weight
+        halves = [gate, up]
         del gate, up
-        if needs[6]:
-            ddown_weight = torch.mm(rows.t(), product).to(ctx.dtypes[6])
-        # Before the norm is made again.
-        product = None
-        if needs[7]:
-            # torch adds 16-bit numbers in fp32.
-            ddown_bias = rows.sum(0).to(ctx.dtypes[7])
-        added = dy if ctx.residual else None
-        weights = gate_weight, up_weight
-        gradients = input_gradients(
-            halves, x, norm_weight, rstd, *weights, added, needs[:6], ctx.dtypes, *ctx.options[:3]
+        parts = _parts(num_rows(dy), ctx.max_rows)
+        if len(parts) == 1:
+            gradients = _gradients(ctx, x, rstd, weights, halves, own, dy, ctx.dtypes, [None] * 8)
+            return *gradients, *[None] * (4 + len(ctx.options))
+        # Sums over parts, those of vectors in fp32; dx is written part by part.
+        vectors = (1, 3, 5, 7)
+        dtypes = [torch.float32 if i in vectors and d is not None else d for i, d in enumerate(ctx.dtypes)]
+        sums: list[Tensor | None] = [None] * 8
+        dx = x.new_empty(x.shape) if needs[0] else None
+        for part in parts:
+            x_part, rstd_part = (None if t is None else t[part] for t in (None if x is None else _rows(x), rstd))
+            previous, sums[1] = sums[1], None
+            dx_part, *sums[1:] = _gradients(
+                ctx, x_part, rstd_part, weights, [None, None], own, _rows(dy)[part], dtypes, sums
+            )
+            if dx is not None:
+                _rows(dx)[part] = dx_part
+            if needs[1]:
+                sums[1] = sums[1].float() if previous is None else previous.add_(sums[1])  # type: ignore[union-attr]
+        gradients = [dx, *(None if t is None else t.to(d) for t, d in zip(sums[1:], ctx.dtypes[1:], strict=True))]
+        return *gradients, *[None] * (4 + len(ctx.options))
+
+
+def _parts(total: int, max_rows: int | None) -> list[slice]:
+    if max_rows is None:
+        return [slice(None)]
+    return [slice(i, min(i + max_rows, total)) for i in range(0, max(total, 1), max_rows)]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`[M, D]`: a view where strides allow it, always one of what is contiguous."""
+    return x.reshape(num_rows(x), x.shape[-1])
+
+
+def _gradients(
+    ctx: Any,
+    x: Tensor | None,
+    rstd: Tensor | None,
+    weights: tuple[Tensor | None, ...],
+    halves: list[Tensor | None],
+    own: list[bool],
+    dy: Tensor,
+    dtypes: Sequence[torch.dtype | None],
+    sums: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of all inputs for these rows, of `dtypes`; those of projections are added to `sums`.
+
+    `halves` are gate and up, taken out of the list.
+    """
+    norm_weight, gate_weight, _, up_weight, _, down_weight = weights
+    needs, options = ctx.needs_input_grad[:8], ctx.options[3:]
+    gate, up = halves.pop(0), halves.pop(0)
+    if ctx.recompute and any(needs[:7]):
+        product, _, gate, up = project(
+            x,
+            rstd,
+            *weights[:5],
+            ctx.dtype,
+            *ctx.options,
+            saves=any(needs[:6]),
+            needs_product=not any(needs[:6]),
         )
-        return *gradients, ddown_weight, ddown_bias, *[None] * (3 + len(ctx.options))
+        own = [True, True]
+    rows = _rows(dy).to(ctx.dtype)
+    ddown_weight = ddown_bias = None
+    halves = [None, None]
+    if any(needs[:6]):
+        halves, product = unproject_from(rows, down_weight, gate, up, own, needs[:6], needs[6], *options)
+    elif needs[6] and not ctx.recompute:
+        product = _product(gate, up, *options)
+    del gate, up
+    if needs[6]:
+        ddown_weight = add_product(sums[6], rows.t(), product, dtypes[6])
+    # Before the norm is made again.
+    product = None
+    if needs[7]:
+        ddown_bias = add_rows(sums[7], rows, dtypes[7])
+    added = dy if ctx.residual else None
+    norm = x, norm_weight, rstd, gate_weight, up_weight
+    gradients = input_gradients(halves, *norm, added, needs[:6], dtypes, *ctx.options[:3], sums[:6])
+    return [*gradients, ddown_weight, ddown_bias]
 
 
 # ---- public ----
@@ -191,6 +272,7 @@ def rms_norm_mlp(
     down_bias: Tensor | None = None,
     residual: bool = False,
     recompute: bool = False,
+    max_rows: int | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
     cast: Cast = "cast_then_scale",
@@ -218,6 +300,8 @@ def rms_norm_mlp(
         down_bias: `[D]`, or None.
         residual: whether `x` is added to the result.
         recompute: whether gate and up are computed again in backward rather than saved, for two products more.
+        max_rows: rows for which norm, gate, up and product exist at once, forward and backward, None for all; with
+            `recompute`.
         eps, offset, cast: of the norm, as in `rms_norm`.
         activation, limit, limit_on, alpha, gate_scale, up_offset: of the product, as in `glu`.
         gate_first, interleaved: which rows of a packed `gate_weight` are those of the gate, as in `glu`.
@@ -235,7 +319,8 @@ def rms_norm_mlp(
               of it, and a product of torch with the backward of `glu` after it.
     Memory:   saves `x`, 4 bytes a row, and gate and up unless `recompute`; neither norm nor product nor a cast weight.
               Backward needs one tensor of the size of the product, for its gradient and then for itself, and after it
-              the norm and its gradient; the gradients of gate and up are written over them.
+              the norm and its gradient; the gradients of gate and up are written over them. With `max_rows` all of
+              this is of these rows alone; 16-bit gradients of the projections are then rounded once for each part.
     Differs from the reference: never in formula; order of summation over D, last bits of exp and erf.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467; Shazeer 2020, arXiv:2002.05202; Chen et al. 2016, arXiv:1604.06174.
     """
@@ -250,6 +335,9 @@ def rms_norm_mlp(
         require(down_bias.shape == shape[:1], name, "down_bias", f"shape {shape[:1]}", tuple(down_bias.shape))
     require_same_device(name, x=x, down_weight=down_weight, down_bias=down_bias)
     shared_matmul_dtype(name, "the product", dtype, down_weight=down_weight, down_bias=down_bias)
+    if max_rows is not None:
+        require(max_rows >= 1, name, "max_rows", "at least 1, or None", max_rows)
+        require(recompute, name, "recompute", "True with max_rows", recompute)
     if runs_reference(name, x, *weights, down_weight, down_bias):
         return rms_norm_mlp_reference(
             x,
@@ -262,6 +350,7 @@ def rms_norm_mlp(
             down_bias=down_bias,
             residual=residual,
             recompute=recompute,
+            max_rows=max_rows,
             eps=eps,
             offset=offset,
             cast=cast,
@@ -276,4 +365,4 @@ def rms_norm_mlp(
         )
     options = kernel_options(activation, gate_first, interleaved, limit, limit_on, alpha, gate_scale, up_offset)
     inputs = x, *weights, down_weight, down_bias
-    return _RMSNormMLP.apply(*inputs, dtype, residual, recompute, eps, offset, cast, *options)
+    return _RMSNormMLP.apply(*inputs, dtype, residual, recompute, max_rows, eps, offset, cast, *options)

@@ -56,6 +56,7 @@ def _gradient_for_product(
     down_bias: Tensor | None = None,
     residual: bool = False,
     recompute: bool = False,
+    max_rows: int | None = None,
     **options: Any,
 ) -> Tensor:
     """Right values, but ddown_weight reads the gradient of the product, where that was to be written over."""
@@ -90,6 +91,7 @@ SPEC = OpSpec(
         *(_with_options(case) for case in rms_norm_glu.CASES),
         Case("recompute", {"M": 19, "D": 24, "I": 40}, _RESIDUAL | _RECOMPUTE),
         Case("recompute_bias", {"M": 5, "D": 24, "I": 17, "bias": 1}, _RECOMPUTE),
+        Case("parts", {"M": 19, "D": 24, "I": 40, "bias": 1}, _RESIDUAL | _RECOMPUTE | {"max_rows": 8}),
     ),
     inputs=_inputs,
     differentiable=(

@@ -24,7 +24,7 @@ OURS = "tigon"
 # Absent tensors that every implementation has a parameter for; other absent ones are left out of the call.
 _POSITIONAL = ("weight", "up", "k", "norm_weight", "up_weight")
 PRODUCTS = "matrix_products"
-_HOW = ("max_logits_bytes", "memory", "recompute")
+_HOW = ("main_grad", "max_logits_bytes", "max_rows", "memory", "recompute", "skip_ignored")
 # A graph holds so many calls that their inputs are several times the cache, and takes no more memory than this.
 _REPLICA_BYTES, _MAX_GRAPH_BYTES, _MAX_REPLICAS = 512 * 2**20, 24 * 2**30, 12
 

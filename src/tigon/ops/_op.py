@@ -164,7 +164,7 @@ def once_differentiable(backward: F) -> F:
 def _find(public: Callable[..., Any] | str) -> Op:
     name = public if isinstance(public, str) else getattr(public, "__name__", repr(public))
     if name not in OPS:
-        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {name!r}")
+        raise ValueError(f"why_not: op: expected one of {', '.join(OPS)}, got {name!r}")
     return OPS[name]
 
 

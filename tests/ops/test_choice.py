@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -55,3 +56,48 @@ def test_a_forced_way_is_taken_where_there_is_one() -> None:
         assert _take({"a": 1.0, "b": 5.0}) == "b"
         assert _take({"a": 1.0, "d": 5.0}) == "a"
     assert _take({"a": 1.0, "b": 5.0}) == "a"
+
+
+class _Event:
+    """An event of a device whose clock advances by what `_run` says."""
+
+    clock = 0.0
+
+    def __init__(self, **_: object) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = _Event.clock
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end.at - self.at
+
+
+def _run(milliseconds: float) -> Callable[[], None]:
+    def run() -> None:
+        _Event.clock += milliseconds
+
+    return run
+
+
+def _fail() -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def test_each_way_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
+    assert _choice._times({"a": _run(3.0), "b": _run(1.5)}) == {"a": 3.0, "b": 1.5}
+
+
+def test_a_way_that_raises_is_not_taken_and_the_last_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
+    with pytest.warns(UserWarning, match="a: OutOfMemoryError: no memory; not used here"):
+        assert _choice.take("key", {"a": _fail, "b": _run(1.0)}, CUDA) is None
+    assert _choice.choices() == [("(0, 'key')", "b", {"a": float("inf"), "b": 1.0})]
+    with pytest.warns(UserWarning, match="not used here"), pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        _choice.take("other", {"a": _fail, "b": _fail}, CUDA)

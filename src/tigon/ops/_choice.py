@@ -7,7 +7,9 @@ where results must not depend on times (`torch.use_deterministic_algorithms`), t
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TypeVar
 
@@ -54,21 +56,31 @@ def pick(key: Hashable, ways: Mapping[str, Callable[[], object]], device: torch.
 
 
 def _times(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of each, tried in turn."""
+    """Milliseconds of each, tried in turn; infinite where it raises, as without memory to spare, unless all do."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
+    failed: dict[str, Exception] = {}
     for index in range(_ROUNDS + 1):
         for name, run in ways.items():
+            if name in failed:
+                continue
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             # Time for the host to launch everything, as inside a step.
             torch.cuda._sleep(_LEAD_CYCLES)
             start.record()
-            run()
+            try:
+                run()
+            except Exception as error:
+                failed[name] = error
+                warnings.warn(f"tigon: {name}: {type(error).__name__}: {error}; not used here", stacklevel=2)
+                continue
             end.record()
             end.synchronize()
             # The first compiles.
             if index:
                 samples[name].append(start.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in samples.items()}
+    if len(failed) == len(ways):
+        raise next(iter(failed.values()))
+    return {name: math.inf if name in failed else statistics.median(values) for name, values in samples.items()}
 
 
 def choices() -> list[tuple[str, str, dict[str, float]]]:

@@ -27,6 +27,7 @@ SIZES = [
     (2048, 4096, 128256),
     (6000, 5120, 151937),
     (300, 200, 50257),
+    (4099, 4104, 50257),
     (300, 64, 1000),
     (3, 5, 300),
     (500, 2, 129),
@@ -41,6 +42,7 @@ def test_no_gradient_is_written_over_logits_that_are_still_read(num_rows: int, w
     spans = [(start, start + num_rows * w) for start, w in zip(plan.inside, plan.widths, strict=False)]
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert all(start >= 0 and end <= num_classes * width for start, end in spans)
+    assert all(start % 16 == 0 for start, _ in spans)
     done = 0
     for index, num_cols in enumerate(plan.widths):
         written = width * done, width * (done + num_cols)

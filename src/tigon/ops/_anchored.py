@@ -384,7 +384,8 @@ def plan_blocks(num_rows: int, width: int, num_classes: int, align: int = _ALIGN
 
 def _blocks_from(first: int, num_rows: int, width: int, num_classes: int, align: int) -> Blocks:
     room = num_classes * width
-    base = max(0, (width - num_rows) * num_classes) + first * width
+    # Rows of blocks begin where copies of tiles and matrix products want them, at a multiple of 16 bytes.
+    base = cdiv(max(0, (width - num_rows) * num_classes) + first * width, padded(1)) * padded(1)
     widths: list[int] = []
     inside: list[int] = []
     done = 0

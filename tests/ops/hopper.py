@@ -69,7 +69,8 @@ def _glu_bwd(
 
 
 def _flag(flags: Tensor, num_rows: int, column: int) -> Tensor:
-    """One flag of each group of 64 rows, a row."""
+    """One flag of each group of 64 rows, a row. Both groups of a tile of 128 are read."""
+    assert len(flags) >= 2 * -(-num_rows // 128)
     return flags[:, column].repeat_interleave(64)[:num_rows].bool()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._gluon import gl, gluon
-from ._hopper import TILE_N, by_row, can_multiply, halves, multiply, put, rows_of
+from ._hopper import TILE_M, TILE_N, by_row, can_multiply, halves, multiply, put, rows_of
 from ._launch import cdiv, launch, next_power_of_2
 from ._triton import tl, triton
 
@@ -233,9 +233,12 @@ def label_logits(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: i
 
 
 def label_flags(labels: Tensor, num_classes: int, ignore_index: int) -> Tensor:
-    """`[groups of 64 rows, tiles of classes + 1]`: which tiles have a label, and whether a row is ignored."""
+    """`[groups of 64 rows, tiles of classes + 1]`: which tiles have a label, and whether a row is ignored.
+
+    A tile has two groups, even where the second has no rows.
+    """
     num_rows, num_tiles = labels.numel(), cdiv(num_classes, TILE_N)
-    flags = labels.new_zeros((cdiv(num_rows, 64), num_tiles + 1), dtype=torch.int8)
+    flags = labels.new_zeros((2 * cdiv(num_rows, TILE_M), num_tiles + 1), dtype=torch.int8)
     sizes = num_rows, num_classes, num_tiles, ignore_index
     launch(_flags_kernel, (flags.shape[0],), labels, flags, *sizes, ROWS=64, num_warps=2)
     return flags

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..ops.rms_norm import rms_norm_reference
 from . import _norms, _probe, _swap
-from ._deferred import real
+from ._deferred import Deferred, real
 from ._form import Found, Match, argument_of, is_plain, own, refuse_unseen, required_arguments_of
 from ._probe import Refused
 from ._stream import Stream
@@ -60,28 +60,33 @@ _BATCH = 5
 _MORE = (1, 2, 0)
 
 
-class _Block(_probe.StandIn):
+class Block(_probe.StandIn):
     """Stand-in for attention, an MLP and whatever else computes a branch."""
 
     def __init__(self, width: int, more: int, generator: torch.Generator) -> None:
         super().__init__()
         self.scale, self.more = nn.Parameter(torch.randn(width, generator=generator)), more
-        self.took_stream = False
+        # What is deferred among its arguments.
+        self.given: list[Deferred] = []
+
+    @property
+    def took_stream(self) -> bool:
+        return any(isinstance(value, Stream) for value in self.given)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
-        self.took_stream = self.took_stream or any(isinstance(value, Stream) for value in given)
+        self.given += [value for value in given if isinstance(value, Deferred)]
         x = next(value for value in real(given) if isinstance(value, Tensor))
         y = torch.tanh(x * self.scale + x.roll(1, -1))
         return (y, *[None] * self.more) if self.more else y
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     results: list[Tensor]
     grads: list[Tensor | None]
 
 
-class _Layer:
+class Layer:
     """Runs of one layer with its norms and stand-ins for everything else."""
 
     def __init__(self, module: nn.Module, norms: dict[str, Found], generator: torch.Generator) -> None:
@@ -106,7 +111,7 @@ class _Layer:
         shape = _probe.shape_of(tensor)
         return torch.randn(shape, generator=self.generator) if tensor.is_floating_point() else torch.zeros(shape).long()
 
-    def twin(self, blocks: dict[str, _Block], forwards: Callable[[str], Any], training: bool) -> nn.Module:
+    def twin(self, blocks: dict[str, Block], forwards: Callable[[str], Any], training: bool) -> nn.Module:
         """A fresh copy of the layer; `forwards` gives the norms other forwards than their own."""
         children: dict[str, Any] = {}
         for name, child in self.module._modules.items():
@@ -122,7 +127,7 @@ class _Layer:
             self.module, parameters=self.parameters, buffers=self.buffers, children=children, training=training
         )
 
-    def run(self, layer: nn.Module, blocks: dict[str, _Block], x: Any, leaf: Tensor) -> _Run:
+    def run(self, layer: nn.Module, blocks: dict[str, Block], x: Any, leaf: Tensor) -> Run:
         others = {name: None for name in required_arguments_of(self.module) if name != self.argument}
         # What is dropped out is the same in every run.
         torch.random.default_generator.manual_seed(0)
@@ -137,15 +142,15 @@ class _Layer:
         weights = [p for name in self.norms for p in layer._modules[name].parameters()]  # type: ignore[union-attr]
         leaves = [leaf, *scales, *weights, *layer._parameters.values()]
         leaves = [each for each in leaves if each is not None]
-        return _Run([r for r in results if isinstance(r, Tensor)], _probe.gradients(results[0], leaves, self.upstream))
+        return Run([r for r in results if isinstance(r, Tensor)], _probe.gradients(results[0], leaves, self.upstream))
 
-    def native(self, training: bool) -> tuple[_Run, dict[str, _Block]]:
+    def native(self, training: bool) -> tuple[Run, dict[str, Block]]:
         """The first run that works, with what the blocks have to return for it."""
         names, refused = opaque(self.module, self.norms), None
         if len(names) > 4:
             raise Refused(f"it has {len(names)} blocks")
         for more in itertools.product(_MORE, repeat=len(names)):
-            blocks = {n: _Block(self.width, m, self.generator) for n, m in zip(names, more, strict=True)}
+            blocks = {n: Block(self.width, m, self.generator) for n, m in zip(names, more, strict=True)}
             x = self.x.clone().requires_grad_()
             try:
                 return self.run(self.twin(blocks, lambda name: None, training), blocks, x, x), blocks
@@ -155,7 +160,7 @@ class _Layer:
                 refused = refused or error
         raise Refused(f"it does not run on stand-ins for its blocks: {refused or 'it has none'}")
 
-    def fused(self, blocks: dict[str, _Block], training: bool) -> tuple[_Run, AddNormSettings]:
+    def fused(self, blocks: dict[str, Block], training: bool) -> tuple[Run, AddNormSettings]:
         takers, adding = {}, {}
 
         def forward_of(name: str) -> Any:
@@ -182,14 +187,14 @@ class _Layer:
 
 def verify(module: nn.Module, norms: dict[str, Found], generator: torch.Generator) -> Found:
     refuse_unseen(module)
-    layer = _Layer(module, norms, generator)
+    layer = Layer(module, norms, generator)
     settings = [_agreed(layer, training) for training in (False, True)]
     if settings[0] != settings[1]:
         raise Refused("its norms take other sums in training")
     return Found(", ".join(settings[0].norms), settings[0])
 
 
-def _agreed(layer: _Layer, training: bool) -> AddNormSettings:
+def _agreed(layer: Layer, training: bool) -> AddNormSettings:
     native, blocks = layer.native(training)
     fused, settings = layer.fused(blocks, training)
     same = len(native.results) == len(fused.results) and all(

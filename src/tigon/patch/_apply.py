@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import _add_norm, _dispatch, _glu_linear, _head, _hf, _probe, _qk_norm_rope, _rope, _swap
+from . import _add_norm, _dispatch, _glu_linear, _head, _hf, _norm_mlp, _probe, _qk_norm_rope, _rope, _swap
 from ._forms import FORM_NAMES, FORMS, FUSIONS, Found, argument_of
 from ._probe import Refused
 from .report import LOSS, Report, Verdict, grouped
@@ -118,7 +118,9 @@ def patch(
         fuse: what to compute together across modules, nothing by default: "add_rms_norm", in a layer the addition to
             the residual stream and the RMS norm of the sum; "qk_norm_rope", in attention the norms of queries and
             keys and their rotation; "glu_linear", in a gated MLP the product and the projection back, if that is a
-            plain `nn.Linear`, so that no product is kept for backward. Each is verified in a trial run of the module.
+            plain `nn.Linear`, so that no product is kept for backward; "rms_norm_mlp", in a layer the RMS norm and the
+            gated MLP that alone takes it, so that neither norm nor product is kept, instead of "add_rms_norm" there.
+            Each is verified in a trial run of the module.
         strict: raise, and change nothing, when something that is surely a form cannot be replaced, or nothing can.
         loss_options: how, not what, the fused loss computes: values for some of "memory", "max_logits_bytes" and
             "skip_ignored", as in `linear_cross_entropy`. None keeps what an earlier call has set, a mapping replaces
@@ -296,12 +298,14 @@ def _installed(name: str, module: nn.Module, choice: _Choice) -> list[_Finding]:
         rows.append((_qk_norm_rope.NAME, ", ".join(mark.settings.norms)))
     cls, why = type(module).__name__, ""
     if isinstance(mark.settings, _glu_linear.GluLinearSettings):
-        parts = _glu_linear.parts_of(module, Found("", mark.settings.mlp))
+        parts = _glu_linear.parts_of(module, mark.settings.mlp)
         # Adapters and hooks that came since: its calls go through the projection.
         why = parts.why
         rows += [] if why else [(_glu_linear.NAME, parts.mlp.down)]
-    findings = [_Finding(name, cls, *row, "replaced", "already patched") for row in rows]
-    findings += [_Finding(name, cls, _glu_linear.NAME, "", "kept", why)] if why else []
+    off = [_Finding(name, cls, _glu_linear.NAME, "", "kept", why)] if why else []
+    if isinstance(mark.settings, _norm_mlp.NormMlpSettings) and (why := _norm_mlp.why_not(module, mark.settings)):
+        rows, off = [], [_Finding(name, cls, _norm_mlp.NAME, "", "kept", why)]
+    findings = [*(_Finding(name, cls, *row, "replaced", "already patched") for row in rows), *off]
     return [finding for finding in findings if choice.allows(finding.form, name)]
 
 
@@ -363,27 +367,42 @@ def _fused_across(modules: list[tuple[str, nn.Module]], choice: _Choice, finding
     """What is asked to be computed together across modules that are replaced."""
     by_name, replaced = dict(modules), [finding for finding in findings if finding.verdict == "replaced"]
     norms: dict[str, dict[str, Found]] = {}
+    mlps: dict[str, dict[str, Found]] = {}
 
     def found_of(finding: _Finding) -> Found:
-        mark = by_name[finding.name].__dict__.get("_tigon")
+        module = by_name[finding.name]
+        mark = module.__dict__.get("_tigon")
+        if finding.form == "glu" and mark is not None:
+            return finding.found or Found(mark.variant, _glu_linear.gate_of(module))
         return finding.found or Found(mark.variant, mark.settings)
 
     for finding in replaced:
-        if choice.fuse and finding.form == "rms_norm":
+        if choice.fuse and finding.form in ("rms_norm", "glu"):
             parent, _, child = finding.name.rpartition(".")
-            norms.setdefault(parent, {})[child] = found_of(finding)
+            (norms if finding.form == "rms_norm" else mlps).setdefault(parent, {})[child] = found_of(finding)
     forms = {finding.name: finding.form for finding in replaced}
     memo: dict[int, str] = {}
     fused = []
     done = {finding.name for finding in findings if finding.form == _glu_linear.NAME}
+    paired = {finding.name for finding in findings if finding.form == _norm_mlp.NAME}
     for finding in replaced if _glu_linear.NAME in choice.fuse else ():
         if finding.form == "glu" and finding.name not in done:
             module = by_name[finding.name]
-            parts = _glu_linear.parts_of(module, found_of(finding))
+            parts = _glu_linear.parts_of(module, found_of(finding).settings)
             made = _fused(_glu_linear.NAME, _glu_linear, finding.name, module, parts, choice, memo)
             fused += [made] if made else []
     for name, found in norms.items():
-        module, form = by_name[name], forms.get(name)
+        module, form, finding = by_name[name], forms.get(name), None
+        if form in (None, _add_norm.NAME) and _norm_mlp.NAME in choice.fuse and name not in paired:
+            parts = _norm_mlp.parts_of(module, found, mlps.get(name, {}))
+            finding = _fused(_norm_mlp.NAME, _norm_mlp, name, module, parts, choice, memo)
+            if finding and form is not None:
+                why = f"its {form} is computed together since an earlier call"
+                finding = finding._replace(variant="", verdict="kept", reason=why, act=None)
+            fused += [finding] if finding else []
+        if name in paired or (finding and finding.verdict == "replaced"):
+            # A layer takes one of both.
+            continue
         if form is None and _add_norm.NAME in choice.fuse:
             finding = _fused(_add_norm.NAME, _add_norm, name, module, found, choice, memo)
         elif form == "rope" and _qk_norm_rope.NAME in choice.fuse:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from ..ops.glu import glu, glu_reference
 from . import _probe
+from ._deferred import real
 from ._form import Found, Match, are_as_probed, argument_of, arguments_of, is_plain, own, passed_over, run, shown
 from ._gate import Gate, choose, gates, numbers_of
+from ._normed import Normed, through
 from ._probe import Refused
 
 
@@ -214,7 +216,11 @@ def _casts(mlp: Mlp, settings: GluSettings) -> bool:
 def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     mlp = self._tigon.settings
     if not is_known(self, mlp, *args, *kwargs.values()):
-        return type(self).forward(self, x, *args, **kwargs)
+        return type(self).forward(self, real(x), *args, **kwargs)
+    if type(x) is Normed:
+        y, x = through(self, mlp, x)
+        if y is not None:
+            return y
     return from_halves(self, mlp, *halves(self, mlp, x))
 
 

@@ -22,8 +22,10 @@ from ..ops._device import constant_while_compiling
 from ..ops._op import DEBUG, autocast_dtype
 from ..ops.glu_linear import glu_linear, glu_linear_reference, product_dtype
 from . import _glu, _probe, _swap
+from ._deferred import real
 from ._form import Found, Match, argument_of, is_plain
 from ._gate import choose
+from ._normed import Normed, through
 from ._probe import Refused
 
 NAME = "glu_linear"
@@ -43,10 +45,16 @@ class Parts(NamedTuple):
     why: str
 
 
-def parts_of(module: nn.Module, found: Found) -> Parts:
-    down = getattr(module, found.settings.down)
+def gate_of(module: nn.Module) -> _glu.GluSettings:
+    """What is known of a gated MLP that is replaced, with this fusion or without."""
+    settings = module._tigon.settings
+    return settings.mlp if isinstance(settings, GluLinearSettings) else settings  # type: ignore[return-value]
+
+
+def parts_of(module: nn.Module, mlp: _glu.GluSettings) -> Parts:
+    down = getattr(module, mlp.down)
     why = why_called(down)
-    return Parts(found.settings, not why and down.bias is not None, why and f"its {found.settings.down} {why}")
+    return Parts(mlp, not why and down.bias is not None, why and f"its {mlp.down} {why}")
 
 
 def match(module: nn.Module, parts: Parts) -> Match:
@@ -156,12 +164,16 @@ def replacement(module: nn.Module) -> Callable[..., Any]:
 def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     mlp = self._tigon.settings.mlp
     if not _glu.is_known(self, mlp, *args, *kwargs.values()):
-        return type(self).forward(self, x, *args, **kwargs)
+        return type(self).forward(self, real(x), *args, **kwargs)
+    if type(x) is Normed:
+        y, x = through(self, mlp, x)
+        if y is not None:
+            return y
     gate, up = _glu.halves(self, mlp, x)
     down = getattr(self, mlp.down)
     why = why_apart(mlp, down, gate, up)
     if why:
-        _note(f"{NAME} is off in {type(self).__name__}: {why}")
+        note(f"{NAME} is off in {type(self).__name__}: {why}")
         return _glu.from_halves(self, mlp, gate, up)
     op = functools.partial(glu_linear, weight=down.weight, bias=down.bias)
     return _glu.scaled(mlp, self, mlp.how.call(op, self, gate, up))
@@ -171,7 +183,7 @@ _noted: set[str] = set()
 
 
 @constant_while_compiling
-def _note(message: str) -> None:
+def note(message: str) -> None:
     if message not in _noted:
         _noted.add(message)
         logger.log(logging.WARNING if DEBUG else logging.INFO, message)

@@ -392,14 +392,33 @@ def weight_of(norm: nn.Module) -> Tensor | None:
     return None if name is None else getattr(norm, name)
 
 
-def _later(norm: nn.Module, x: Tensor) -> NormedHeads:
+def heads_later(norm: nn.Module, x: Any) -> NormedHeads | None:
     # Not in the forward itself, whose argument is renamed and must be no variable of a closure.
-    return NormedHeads(norm, x, lambda: rms_norm_by(rms_norm, norm, x))
+    return NormedHeads(norm, x, lambda: rms_norm_by(rms_norm, norm, x)) if can_defer(norm, x) else None
+
+
+class deferring:
+    """While it lasts, these norms of a module leave their work to what gets their results, where `later` allows."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...], later: Callable[[nn.Module, Any], Any]) -> None:
+        self.norms = [module._modules[name] for name in names]
+        self.later = later
+
+    def __enter__(self) -> None:
+        for norm in self.norms:
+            norm.__dict__["_tigon_defer"] = this_thread(), self.later  # type: ignore[union-attr]
+
+    def __exit__(self, *_: object) -> None:
+        for norm in self.norms:
+            norm.__dict__.pop("_tigon_defer", None)  # type: ignore[union-attr]
 
 
 def rms_norm_forward(self: nn.Module, x: Any) -> Any:
-    if self.__dict__.get("_tigon_defer") == this_thread() and can_defer(self, x):
-        return _later(self, x)
+    thread, later = self.__dict__.get("_tigon_defer") or (None, None)
+    if later is not None and thread == this_thread():
+        put_off = later(self, x)
+        if put_off is not None:
+            return put_off
     return rms_norm_by(rms_norm, self, x)
 
 

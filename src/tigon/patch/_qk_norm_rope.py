@@ -119,7 +119,7 @@ class _Attention:
         # What is dropped out is the same in every run.
         torch.random.default_generator.manual_seed(0)
         call = functools.partial(forward, copy, **{**arguments, **given, self.argument: x})
-        with _deferring(copy, deferring):
+        with _norms.deferring(copy, deferring, _norms.heads_later):
             y = _probe.watched(copy, call, draws=True)
         y = y if isinstance(y, Tensor) else y[0]
         leaves = [x, *(line.scale for line in self.lines.values())]
@@ -183,21 +183,6 @@ def verify(module: nn.Module, norms: dict[str, Found], generator: torch.Generato
 # ---- replacing ----
 
 
-class _deferring:
-    """While it lasts, these norms leave their work to a rotation."""
-
-    def __init__(self, attention: nn.Module, names: tuple[str, ...]) -> None:
-        self.norms = [attention._modules[name] for name in names]
-
-    def __enter__(self) -> None:
-        for norm in self.norms:
-            norm.__dict__["_tigon_defer"] = _swap.this_thread()  # type: ignore[union-attr]
-
-    def __exit__(self, *_: object) -> None:
-        for norm in self.norms:
-            norm.__dict__.pop("_tigon_defer", None)  # type: ignore[union-attr]
-
-
 def replacement(module: nn.Module) -> Callable[..., Any]:
     forward = type(module).forward
     return _forward_around(_rope.rebound(forward, tuple(_rope.rotary_functions(forward).items())))
@@ -211,7 +196,7 @@ def _forward_around(rotating: Callable[..., Any]) -> Callable[..., Any]:
         norms = self._tigon.settings.norms
         if torch.compiler.is_compiling() or not _swap.ours_unwatched(self, norms, "rms_norm"):
             return rotating(self, *args, **kwargs)
-        with _deferring(self, norms):
+        with _norms.deferring(self, norms, _norms.heads_later):
             return rotating(self, *args, **kwargs)
 
     functools.update_wrapper(forward, rotating)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tigon.patch import _experts, _glu, _glu_linear, _head, _norms, _rope
+from tigon.patch import _experts, _glu, _glu_linear, _head, _norm_mlp, _norms, _rope
 from tigon.patch._forms import FUSIONS
 
 from .compare import examine
@@ -103,8 +103,21 @@ def _projection_detached(operator: Fault) -> Fault:
     return lambda *args, weight, **kwargs: operator(*args, weight=weight.detach(), **kwargs)
 
 
-# With every fusion across modules.
+def _halves_swapped(operator: Fault) -> Fault:
+    return lambda x, norm, gate, up, **kwargs: operator(x, norm, up, gate, **kwargs)
+
+
+def _down_detached(operator: Fault) -> Fault:
+    return lambda *args, down_weight, **kwargs: operator(*args, down_weight=down_weight.detach(), **kwargs)
+
+
+# With every fusion across modules; one of a whole MLP takes the place of others.
+APART = tuple(name for name in FUSIONS if name != _norm_mlp.NAME)
 FUSED_FAULTS: dict[str, tuple[str, Any, str, Callable[[Fault], Fault]]] = {
+    "halves of an MLP": ("LlamaForCausalLM", _norm_mlp, "rms_norm_mlp", _halves_swapped),
+    "order of packed halves of an MLP": ("Phi3ForCausalLM", _norm_mlp, "rms_norm_mlp", _changed(gate_first=False)),
+    "offset before an MLP": ("Gemma2ForCausalLM", _norm_mlp, "rms_norm_mlp", _without("offset")),
+    "gradient of an MLP's projection back": ("Qwen3ForCausalLM", _norm_mlp, "rms_norm_mlp", _down_detached),
     "sum lost": ("LlamaForCausalLM", _norms, "rms_norm", _sum_lost),
     "sum lost between norms": ("Gemma2ForCausalLM", _norms, "rms_norm", _sum_lost),
     "stream detached": ("MistralForCausalLM", _norms, "rms_norm", _stream_detached),
@@ -120,9 +133,10 @@ FUSED_FAULTS: dict[str, tuple[str, Any, str, Callable[[Fault], Fault]]] = {
 @pytest.mark.parametrize("fault", FUSED_FAULTS)
 def test_a_fault_planted_in_a_fusion_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, module, operator, plant = FUSED_FAULTS[fault]
-    assert examine(name, FUSIONS)["wrong"] == []
+    fusions = FUSIONS if module is _norm_mlp else APART
+    assert examine(name, fusions)["wrong"] == []
     monkeypatch.setattr(module, operator, plant(getattr(module, operator)))
-    wrong = examine(name, FUSIONS)["wrong"]
+    wrong = examine(name, fusions)["wrong"]
     assert wrong
     assert not [text for text in wrong if "Error: " in text]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -389,3 +390,54 @@ def test_a_use_that_no_trial_saw_gets_the_norm(spy: Spy) -> None:
     for actual, wanted in zip(run(), native, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
     assert spy.count == 1
+
+
+# Of the compiler, for an input that is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", ["mlp", "norm2"])
+def test_a_child_that_is_compiled_by_itself_is_given_tensors(name: str, spy: Spy) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(3, 4, 16)
+    native = layer(x)
+    fused(layer)
+    layer.get_submodule(name).compile(fullgraph=True, backend="eager")
+    torch.testing.assert_close(layer(x), native, rtol=1e-5, atol=1e-5)
+    assert spy.count == 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("unit", "count"), [("layer", 4), ("mlp", 0), ("norm", 0), ("down", 0)])
+def test_sharded_models_train_as_without_patching(
+    unit: str, count: int, build: Any, batch: Any, spy: Spy, tmp_path: Path
+) -> None:
+    """A layer that is sharded as one unit is whole while it runs; a part of the pair by itself is not."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def sharded(model: nn.Module) -> nn.Module:
+            for layer in model.model.layers:
+                parts = {"mlp": layer.mlp, "norm": layer.post_attention_layernorm, "down": layer.mlp.down_proj}
+                fully_shard(parts.get(unit, layer), mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            return model
+
+        def train(model: nn.Module) -> list[Tensor]:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [p.full_tensor().detach() for p in model.parameters()]
+
+        native = train(sharded(build("Llama")))
+        for actual, wanted in zip(train(sharded(fused(build("Llama")))), native, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+        assert spy.count == count
+    finally:
+        torch.distributed.destroy_process_group()

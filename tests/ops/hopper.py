@@ -28,6 +28,9 @@ def multiply(
     flag: bool = False,
     transposed: bool = False,
 ) -> None:
+    # What descriptors take, of 16-bit numbers.
+    for t in (a, weight, other, *ins, *outs):
+        assert t is None or (t.stride(1) == 1 and t.stride(0) >= t.shape[1] and t.storage_offset() % 8 == 0)
     z = a @ (weight if transposed else weight.t())
     if epilogue is _hopper_glu._glu_bwd_epilogue:
         assert transposed
@@ -132,7 +135,9 @@ def _gradient(
     assert flags.shape[1] == num_tiles + 1
     z = _used(z, labels, flags, ignore_index) * (factor * math.log(2))
     d = (z - stats.sum(-1, keepdim=True)).exp()
-    dce = torch.as_strided(dce, (num_rows,), (dce_stride,), dce.storage_offset())
+    dce = torch.as_strided(dce, (num_rows,), (dce_stride,), dce.storage_offset()).masked_fill(
+        labels == ignore_index, 0.0
+    )
     for tile in range(-(-num_cols // TILE)):
         columns = first_col + tile * TILE + torch.arange(TILE)
         is_label = (columns == labels.unsqueeze(-1)) & _flag(flags, num_rows, first_col // TILE + tile).unsqueeze(-1)

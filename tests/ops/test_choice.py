@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from unittest import mock
 
@@ -17,6 +18,7 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_choice, "_chosen", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
 
 
 def _take(times: dict[str, float], device: torch.device = CUDA) -> str:

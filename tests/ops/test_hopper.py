@@ -11,7 +11,7 @@ from tests.ops import hopper
 from torch import Tensor
 
 import tigon
-from tigon.ops import _anchored, _choice
+from tigon.ops import _anchored, _choice, _hopper
 from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.ops.rms_norm_mlp import rms_norm_mlp_reference
 from tigon.testing import assert_within_budget
@@ -95,6 +95,24 @@ def test_ignored_rows_may_hold_anything(memory: str) -> None:
         rows = leaves[0].masked_fill((labels == -100).unsqueeze(-1), value)
         loss = tigon.linear_cross_entropy(rows, leaves[1], labels, memory=memory)
         assert all(torch.isfinite(t).all() for t in (loss, *torch.autograd.grad(loss, leaves)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("memory", ["default", "min"])
+def test_upstream_gradients_of_ignored_rows_may_be_anything(memory: str, value: float) -> None:
+    hidden, weight, labels = _case(70, 700)
+    leaves = _leaves(hidden, weight)
+    loss = tigon.linear_cross_entropy(*leaves, labels, reduction="none", memory=memory)
+    upstream = torch.ones(70).masked_fill(labels == -100, value)
+    assert all(torch.isfinite(t).all() for t in torch.autograd.grad(loss, leaves, upstream))
+
+
+def test_expanded_and_overlapping_rows_are_not_for_descriptors() -> None:
+    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
+    assert _hopper._is_loadable(rows)
+    for t in (rows[:1].expand(8, 16), rows.view(-1).as_strided((4, 16), (8, 1)), rows.t(), rows[:0], rows.float()):
+        assert not _hopper._is_loadable(t)
+    assert not _hopper._is_loadable(rows.view(-1)[1:113].view(7, 16))
 
 
 def test_blocks_in_the_memory_of_dweight_and_tiles_over_rows_and_classes() -> None:

@@ -1,7 +1,8 @@
 """Which of several ways to compute the same is taken: the fastest where they were tried once, for a kind and size.
 
-Trying waits for the device, a few times in the life of a process. Where that must not be (a CUDA graph records) and
-where results must not depend on times (`torch.use_deterministic_algorithms`), the first one is taken.
+Trying waits for the device, and takes memory for results that are thrown away, once for a size. Where that must not be
+(a CUDA graph records) and where results must not depend on times (`torch.use_deterministic_algorithms`), the first one
+is taken.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ def pick(key: Hashable, ways: Mapping[str, Callable[[], object]], device: torch.
     for name in names:
         if name in _forced:
             return name
-    is_free = device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
-    if len(names) == 1 or not is_free or torch.cuda.is_current_stream_capturing():
+    if len(names) == 1 or device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return names[0]
     key = device.index, key
     if key not in _chosen:
-        times = _times(ways)
+        # Events are of the device that is current.
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                return names[0]
+            times = _times(ways)
         best = names[0]
         for name in names[1:]:
             if times[name] < _MARGIN * times[best]:

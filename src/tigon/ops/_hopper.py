@@ -296,8 +296,11 @@ def can_multiply(a: Tensor, *weights: Tensor) -> bool:
 
 def _is_loadable(t: Tensor) -> bool:
     is_16_bit = t.dtype in (torch.bfloat16, torch.float16)
-    is_aligned = t.dim() == 2 and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
-    return is_16_bit and is_aligned and t.numel() > 0
+    if not is_16_bit or t.dim() != 2 or t.numel() == 0:
+        return False
+    # Rows of expanded tensors lie on each other, which descriptors do not take.
+    is_apart = t.stride(1) == 1 and t.stride(0) >= t.shape[1]
+    return is_apart and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
 
 
 def _described(t: Tensor | None, num_rows: int, num_cols: int = _TILE_K) -> Any:

@@ -168,7 +168,9 @@ def _gradient_prologue(row, n, layout: gl.constexpr, own, ins, args):
     label = gl.load(labels_ptr + rows, mask=is_row, other=ignored)
     peak = gl.load(stats_ptr + 2 * rows, mask=is_row, other=0.0)
     log_sum = gl.load(stats_ptr + 2 * rows + 1, mask=is_row, other=0.0)
-    dce = gl.load(dce_ptr + rows * dce_stride, mask=is_row, other=0.0).to(gl.float32)
+    # Of an ignored row it may be anything, as the slope of a root at a loss of 0 is.
+    is_used = is_row & (label != ignored)
+    dce = gl.load(dce_ptr + rows.to(gl.int64) * dce_stride, mask=is_used, other=0.0).to(gl.float32)
     flags_ptr += row // 64 * (num_tiles + 1)
     flags = gl.load(flags_ptr + first_col // 256 + n), gl.load(flags_ptr + num_tiles)
     return label, peak, log_sum, dce, flags

@@ -504,7 +504,8 @@ def linear_cross_entropy(
             but for rounding.
         memory: "min" computes logits by tiles of rows and classes of at most 64 MiB (or `max_logits_bytes`), once for
             the loss and once more in backward: four products, and beside the gradients fp32 sums of that of up to
-            4096 rows of `hidden`. Not with `label_smoothing` and `class_weight` at once.
+            4096 rows of `hidden`, or an eighth of all if that is more. Not with `label_smoothing` and `class_weight` at
+            once.
         token_weight: `[...]`, factor of the cross entropy and the z-loss of each row; changes no divisor and gets no
             gradient. Not with `class_weight`.
         skip_ignored: compute only the rows that are not ignored. The host waits for their number, so not while a

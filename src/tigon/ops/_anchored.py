@@ -28,11 +28,12 @@ from ._hopper import TILE_N
 from ._hopper_cross_entropy import anchored_products, label_logits
 from ._launch import cdiv, launch, next_power_of_2
 from ._projection import padded
+from ._tl import label_loss
 from ._triton import tl, triton
 from .cross_entropy import _load_logits
 
 # How far above the anchor a logit may be, in e-folds: sums of exp(40) leave room in bf16 and fp32 on both sides.
-_MAX_RISE = 40.0
+MAX_RISE = 40.0
 _MAX_TILE, _STAGES = 1024, 3
 
 
@@ -110,39 +111,6 @@ def _anchored_kernel(
 
 
 @triton.jit
-def _loss(anchor, others, z_label):
-    """Loss of a row, the logarithm of its whole sum relative to `anchor`, and that sum."""
-    shift = tl.where(anchor == float("-inf"), 0.0, anchor)
-    e_label = tl.exp(z_label - shift)
-    total = others + e_label
-    log_sum = tl.log(total)
-    # log(1 + ratio) with the digits of a small ratio.
-    is_likely = others < e_label
-    ratio = tl.where(is_likely, others, 0.0) / tl.where(is_likely, e_label, 1.0)
-    one_more = 1.0 + ratio
-    small = tl.where(
-        one_more == 1.0, ratio, tl.log(one_more) * (ratio / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
-    )
-    return tl.where(is_likely, small, log_sum - (z_label - shift)), log_sum, total
-
-
-@triton.jit
-def _losses_kernel(labels_ptr, state_ptr, label_ptr, ce_ptr, stats_ptr, num_rows, ignore_index, BLOCK: tl.constexpr):
-    """One program per BLOCK rows, of which only losses and statistics are wanted."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = rows < num_rows
-    is_valid = mask & (tl.load(labels_ptr + rows, mask=mask, other=0) != ignore_index)
-    anchor = tl.load(state_ptr + 2 * rows, mask=mask, other=0.0)
-    others = tl.load(state_ptr + 2 * rows + 1, mask=mask, other=0.0)
-    z_label = tl.load(label_ptr + 2 * rows, mask=mask, other=0.0)
-    loss, log_sum, _ = _loss(anchor, others, z_label)
-    peak = tl.where(z_label == z_label, anchor, float("nan"))
-    tl.store(ce_ptr + rows, tl.where(is_valid, loss, 0.0), mask=mask)
-    tl.store(stats_ptr + 2 * rows, tl.where(is_valid, peak, 0.0), mask=mask)
-    tl.store(stats_ptr + 2 * rows + 1, tl.where(is_valid, log_sum, 0.0), mask=mask)
-
-
-@triton.jit
 def _finish_kernel(
     e_ptr,
     labels_ptr,
@@ -208,7 +176,7 @@ def _finish_kernel(
         tl.store(e_ptr + label, rounded)
 
     if IS_LAST:
-        loss, log_sum, total = _loss(anchor, others, z_label)
+        loss, log_sum, total = label_loss(anchor, others, z_label)
         tl.store(ce_ptr + row, loss)
         tl.store(stats_ptr + 2 * row, tl.where(z_label == z_label, anchor, float("nan")))
         tl.store(stats_ptr + 2 * row + 1, log_sum)
@@ -249,7 +217,7 @@ def anchor_rows(
         anchors = _anchor_blocks(blocks, labels, state, label_info, ignore_index, softcap, scale, fill)
     else:
         label_info = label_logits(*factors, labels, ignore_index, scale)
-        options = ignore_index, scale, _MAX_RISE
+        options = ignore_index, scale, MAX_RISE
         anchors = anchored_products(*factors, labels, label_info, blocks, state, *options)
     row_factors = state.new_empty(num_rows)
     flat = dce.reshape(-1)
@@ -318,7 +286,7 @@ def _anchor_blocks(
             ignore_index,
             float(softcap or 0.0),
             scale or 1.0,
-            _MAX_RISE,
+            MAX_RISE,
             IS_FIRST=index == 0,
             HAS_SOFTCAP=softcap is not None,
             HAS_SCALE=scale is not None,
@@ -328,27 +296,6 @@ def _anchor_blocks(
         )
         first += num_cols
     return anchors
-
-
-_LOSS_BLOCK = 256
-
-
-def product_losses(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ce: Tensor,
-    stats: Tensor,
-    ignore_index: int,
-    scale: float | None,
-) -> None:
-    """Fill `ce` and `stats` of the logits `hidden @ weight.T`, of which none reaches memory."""
-    label_info = label_logits(hidden, weight, labels, ignore_index, scale)
-    state = torch.empty_like(label_info)
-    anchored_products(hidden, weight, labels, label_info, None, state, ignore_index, scale, _MAX_RISE)
-    num_rows = labels.numel()
-    rows = labels, state, label_info, ce, stats, num_rows, ignore_index
-    launch(_losses_kernel, (cdiv(num_rows, _LOSS_BLOCK),), *rows, BLOCK=_LOSS_BLOCK, num_warps=4)
 
 
 # ---- memory ----

@@ -15,6 +15,7 @@ from torch import Tensor
 from ._gluon import gl, gluon
 from ._hopper import TILE_M, TILE_N, by_row, can_multiply, halves, multiply, put, rows_of
 from ._launch import cdiv, launch, next_power_of_2
+from ._tl import label_loss
 from ._triton import tl, triton
 
 # ---- kernels ----
@@ -84,6 +85,22 @@ def _join_kernel(anchors_ptr, sums_ptr, state_ptr, num_tiles, BLOCK_T: tl.conste
     total = tl.sum(tl.where(sums == 0.0, 0.0, sums * tl.exp(anchors - shift)), axis=0)
     tl.store(state_ptr + 2 * row, anchor + poison)
     tl.store(state_ptr + 2 * row + 1, total)
+
+
+@triton.jit
+def _losses_kernel(labels_ptr, state_ptr, label_ptr, ce_ptr, stats_ptr, num_rows, ignore_index, BLOCK: tl.constexpr):
+    """One program per BLOCK rows, of which only losses and statistics are wanted."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < num_rows
+    is_valid = mask & (tl.load(labels_ptr + rows, mask=mask, other=0) != ignore_index)
+    anchor = tl.load(state_ptr + 2 * rows, mask=mask, other=0.0)
+    others = tl.load(state_ptr + 2 * rows + 1, mask=mask, other=0.0)
+    z_label = tl.load(label_ptr + 2 * rows, mask=mask, other=0.0)
+    loss, log_sum, _ = label_loss(anchor, others, z_label)
+    peak = tl.where(z_label == z_label, anchor, float("nan"))
+    tl.store(ce_ptr + rows, tl.where(is_valid, loss, 0.0), mask=mask)
+    tl.store(stats_ptr + 2 * rows, tl.where(is_valid, peak, 0.0), mask=mask)
+    tl.store(stats_ptr + 2 * rows + 1, tl.where(is_valid, log_sum, 0.0), mask=mask)
 
 
 # Logits in units of a factor of two: a multiply-add and one instruction an exponential.
@@ -298,3 +315,25 @@ def product_dlogits(
     sizes = first_col, labels.numel(), weight.shape[0], flags.shape[1] - 1, ignore_index
     args = labels, stats, dce, flags, stride, scale or 1.0, *sizes, (scale or 1.0) * math.log2(math.e)
     multiply(hidden, weight, None, (dlogits,), args, _gradient_prologue, _gradient_epilogue)
+
+
+_LOSS_BLOCK = 256
+
+
+def product_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ce: Tensor,
+    stats: Tensor,
+    ignore_index: int,
+    scale: float | None,
+    max_rise: float,
+) -> None:
+    """Fill `ce` and `stats` of the logits `hidden @ weight.T`, of which none reaches memory."""
+    label_info = label_logits(hidden, weight, labels, ignore_index, scale)
+    state = torch.empty_like(label_info)
+    anchored_products(hidden, weight, labels, label_info, None, state, ignore_index, scale, max_rise)
+    num_rows = labels.numel()
+    rows = labels, state, label_info, ce, stats, num_rows, ignore_index
+    launch(_losses_kernel, (cdiv(num_rows, _LOSS_BLOCK),), *rows, BLOCK=_LOSS_BLOCK, num_warps=4)

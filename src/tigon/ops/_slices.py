@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._anchored import product_losses
+from ._anchored import MAX_RISE
 from ._choice import take
 from ._hopper import TILE_N
-from ._hopper_cross_entropy import can_anchor, label_flags, product_dlogits
+from ._hopper_cross_entropy import can_anchor, label_flags, product_dlogits, product_losses
 from ._launch import cdiv, next_power_of_2
 from ._predictions import Predictions
 from ._projection import CPU_SLICE_LOGITS, accumulate, padded, scale_rows, scaled_rows
@@ -193,7 +193,7 @@ def sliced_statistics(
         given = h, weight, bias, *out, tiles.num_cols, ignore_index, options, has_kernel, see
         ways: dict[str, Callable[[], None]] = {"product, then statistics": partial(_tiled_statistics, *given)}
         if see is None and has_kernel and not options.label_smoothing and can_anchor(h, weight, bias, *options[2:]):
-            fused = partial(product_losses, h, weight, *out, ignore_index, options.scale)
+            fused = partial(product_losses, h, weight, *out, ignore_index, options.scale, MAX_RISE)
             ways = {"product into statistics": fused, **ways}
         take(("statistics", next_power_of_2(h.shape[0]), *weight.shape), ways, h.device)
         if squares is not None:

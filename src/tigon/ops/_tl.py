@@ -114,3 +114,20 @@ def store_pairs(rows, x1, x2, mask, PAIRS: tl.constexpr, HALF: tl.constexpr, ROW
         mask = mask & (cols < HALF)
         tl.store(rows + cols, x1, mask=mask)
         tl.store(rows + HALF + cols, x2, mask=mask)
+
+
+@triton.jit
+def label_loss(anchor, others, z_label):
+    """Loss of a row, the logarithm of its whole sum relative to `anchor`, and that sum."""
+    shift = tl.where(anchor == float("-inf"), 0.0, anchor)
+    e_label = tl.exp(z_label - shift)
+    total = others + e_label
+    log_sum = tl.log(total)
+    # log(1 + ratio) with the digits of a small ratio.
+    is_likely = others < e_label
+    ratio = tl.where(is_likely, others, 0.0) / tl.where(is_likely, e_label, 1.0)
+    one_more = 1.0 + ratio
+    small = tl.where(
+        one_more == 1.0, ratio, tl.log(one_more) * (ratio / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
+    )
+    return tl.where(is_likely, small, log_sum - (z_label - shift)), log_sum, total

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops import _device, _launch, _op
+from ..ops import _device, _hopper, _launch, _op
 from ..ops._triton import HAS_TRITON, INTERPRETED
 from ..specs import Case, Make, OpSpec, all_specs
 from .check import call, flatten
@@ -229,10 +229,12 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED):(\d+)", text)}
 
 
-def all_kernels() -> set[str]:
-    """Names of every `@triton.jit` function ending in `_kernel` in the operator files."""
+def all_kernels(target: str) -> set[str]:
+    """Names of every kernel in the operator files, a function ending in `_kernel`, that `target` is for."""
     found = set()
     for path in Path(ops.__file__).parent.rglob("*.py"):
+        if path.name.startswith("_hopper") and _capability(target) != _hopper.CAPABILITY:
+            continue
         relative = path.relative_to(Path(ops.__file__).parent).with_suffix("").parts
         module = importlib.import_module(".".join((ops.__name__, *relative)).removesuffix(".__init__"))
         found |= {k for k in vars(module) if k.endswith("_kernel") and hasattr(vars(module)[k], "arg_names")}
@@ -289,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
                         flush=True,
                     )
     if not chosen.op:
-        missing = all_kernels() - seen
+        missing = set().union(*(all_kernels(target) for target in chosen.target or TARGETS)) - seen
         if missing:
             failed += 1
             print(f"no case launches {', '.join(sorted(missing))}")

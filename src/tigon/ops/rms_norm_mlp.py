@@ -136,15 +136,20 @@ class _RMSNormMLP(torch.autograd.Function):
             product, rstd, gate, up = project(x, None, *inputs, dtype, *options, saves=saves)
             y = as_output(linear(product, down_weight, down_bias), x)
         else:
-            rows, gate, up, rstds = _rows(x), None, None, []
-            y = x.new_empty((*x.shape[:-1], down_weight.shape[0]), dtype=dtype)
+            rows, gate, up, rstds, made = _rows(x), None, None, [], []
+            size = (num_rows(x), down_weight.shape[0])
+            y = None if is_traced(x) else x.new_empty(size, dtype=dtype)
             for part in parts:
                 product, rstd, _, _ = project(rows[part], None, *inputs, dtype, *options, saves=False)
-                _rows(y)[part] = linear(product, down_weight, down_bias)
+                if y is None:
+                    made.append(linear(product, down_weight, down_bias))
+                else:
+                    y[part] = linear(product, down_weight, down_bias)
                 rstds.append(rstd.view(-1))
                 # Gone before the next one is made.
                 del product
             rstd = torch.cat(rstds)
+            y = as_output(torch.cat(made) if y is None else y, x)
         if recompute and needs_halves:
             others = x, norm_weight, rstd, gate_weight, up_weight, gate_bias, up_bias
         else:
@@ -160,7 +165,10 @@ class _RMSNormMLP(torch.autograd.Function):
         ctx.dtypes = dtypes_of(x, *inputs, down_weight, down_bias)
         if not residual:
             return y
-        return y.add_(x) if torch.promote_types(x.dtype, dtype) == dtype else x + y
+        # What a compiler sees is written nowhere twice: torch 2.11 loses the gradient of a result that is.
+        if is_traced(x) or torch.promote_types(x.dtype, dtype) != dtype:
+            return x + y
+        return y.add_(x)
 
     @staticmethod
     @once_differentiable
@@ -181,17 +189,22 @@ class _RMSNormMLP(torch.autograd.Function):
         vectors = (1, 3, 5, 7)
         dtypes = [torch.float32 if i in vectors and d is not None else d for i, d in enumerate(ctx.dtypes)]
         sums: list[Tensor | None] = [None] * 8
-        dx = x.new_empty(x.shape) if needs[0] else None
+        dx = x.new_empty(x.shape) if needs[0] and not is_traced(dy) else None
+        dx_parts = []
         for part in parts:
             x_part, rstd_part = (None if t is None else t[part] for t in (None if x is None else _rows(x), rstd))
             previous, sums[1] = sums[1], None
             dx_part, *sums[1:] = _gradients(
                 ctx, x_part, rstd_part, weights, [None, None], own, _rows(dy)[part], dtypes, sums
             )
-            if dx is not None:
+            if dx is None:
+                dx_parts.append(dx_part)
+            else:
                 _rows(dx)[part] = dx_part
             if needs[1]:
                 sums[1] = sums[1].float() if previous is None else previous.add_(sums[1])  # type: ignore[union-attr]
+        if needs[0] and dx is None:
+            dx = torch.cat(dx_parts).view(x.shape)
         gradients = [dx, *(None if t is None else t.to(d) for t, d in zip(sums[1:], ctx.dtypes[1:], strict=True))]
         return *gradients, *[None] * (4 + len(ctx.options))
 

@@ -17,6 +17,7 @@ class Case:
 
     `models_only` cases have the sizes of real models: they run on accelerators and are what is benchmarked.
     `dtypes` limits a case to the dtypes named, with the reason in `note`. `frozen` inputs get no gradient: a teacher's.
+    `exact` is the dtype of what errors are measured against: fp32 for 16-bit cases whose fp64 would not fit a GPU.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Case:
     dtypes: tuple[torch.dtype, ...] | None = None
     note: str = ""
     frozen: tuple[str, ...] = ()
+    exact: torch.dtype = torch.float64
 
     def __getattr__(self, name: str) -> int:
         sizes = object.__getattribute__(self, "sizes")

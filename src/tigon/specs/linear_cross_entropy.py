@@ -12,6 +12,9 @@ from ..ops.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_en
 from ._spec import Case, Cost, Make, Mutation, OpSpec
 from .cross_entropy import draw_class_weight, draw_labels
 
+_MANY_ROWS = {"M": 32768, "D": 4096, "V": 128256}
+_HALVES = (torch.bfloat16, torch.float16)
+
 
 def head_inputs(case: Case, make: Make) -> dict[str, Tensor | None]:
     dtype = torch.float32 if case.sizes.get("fp32") else None
@@ -167,6 +170,8 @@ SPEC = OpSpec(
         ),
         Case("hidden_4096", {"M": 8192, "D": 4096, "V": 128256}, models_only=True),
         Case("hidden_4096_min", {"M": 8192, "D": 4096, "V": 128256}, {"memory": "min"}, models_only=True),
+        Case("rows_32768", _MANY_ROWS, models_only=True, dtypes=_HALVES, exact=torch.float32),
+        Case("rows_32768_min", _MANY_ROWS, {"memory": "min"}, models_only=True, dtypes=_HALVES, exact=torch.float32),
         Case("hidden_2304", {"M": 8192, "D": 2304, "V": 256000}, models_only=True),
         Case("hidden_2304_min", {"M": 8192, "D": 2304, "V": 256000}, {"memory": "min"}, models_only=True),
         Case("softcap_2304", {"M": 8192, "D": 2304, "V": 256000}, {"softcap": 30.0}, models_only=True),

@@ -116,8 +116,8 @@ def _upstream(outputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
     return drawn
 
 
-def _wide(inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {k: v.to(torch.float64) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+def _wide(inputs: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:
+    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 
 
 def _strided(t: Tensor) -> Iterator[Tensor]:
@@ -153,8 +153,8 @@ class Checker:
         self.high = self._high(self.upstream)
 
     def _high(self, upstream: dict[str, Tensor]) -> Run:
-        wide = {k: v.to(torch.float64) for k, v in upstream.items()}
-        return call(self.reference, _wide(self.inputs), self.case.options, self.wanted, wide)
+        wide = {k: v.to(self.case.exact) for k, v in upstream.items()}
+        return call(self.reference, _wide(self.inputs, self.case.exact), self.case.options, self.wanted, wide)
 
     def _run(
         self,
@@ -307,7 +307,9 @@ class Checker:
 
     def compiled(self) -> float:
         torch._dynamo.reset()
-        backend = "aot_eager" if self.upstream_device.type == "cpu" else "inductor"
+        # Of an operator's own graph inductor makes little; what tracing gets wrong the faster one shows too.
+        is_first = self.case is self.spec.cases[0]
+        backend = "inductor" if is_first and self.upstream_device.type != "cpu" else "aot_eager"
         compiled = torch.compile(self.op, fullgraph=True, backend=backend)
         return self._compare(call(compiled, self.inputs, self.case.options, self.wanted, self.upstream))
 
@@ -371,10 +373,13 @@ def check_op(
     """Check every case of `spec` on `device` in `dtype`, yielding results as they come.
 
     `models_only` cases run the stages that large inputs can change: budget and determinism. Compiling takes
-    seconds, so the first case stands for the others, with which it shares all that compiling touches.
+    seconds, so the first case stands for the others; on an accelerator only for those with the same options.
     """
-    for index, case in enumerate(cases_for(spec, device, dtype)):
-        chosen = [s for s in stages if s != "compiled" or index == 0]
+    compiled: list[set[str]] = []
+    for case in cases_for(spec, device, dtype):
+        is_new = not compiled or (device.startswith("cuda") and set(case.options) not in compiled)
+        compiled += [set(case.options)] if is_new and not case.models_only else []
+        chosen = [s for s in stages if s != "compiled" or is_new]
         if case.models_only:
             chosen = [s for s in chosen if s in ("budget", "deterministic")]
         yield from check_case(spec, case, device=device, dtype=dtype, stages=chosen)

@@ -531,7 +531,8 @@ def linear_cross_entropy(
               losses in fp32; `dweight` and `dbias` add up over
               chunks in fp32 and are rounded to the dtype of their input, and once more where the upstream
               gradient is not 1. The sum of a 16-bit `dweight` of more than 64 MiB in fp32 is rounded after each of
-              up to 8 chunks instead; raise `max_logits_bytes` for fewer.
+              up to 8 chunks instead, of which 6 make twice the error of one product (32768 rows of a 128256 x 4096
+              weight); raise `max_logits_bytes` for fewer, or take `memory="min"`.
     Memory:   `max_logits_bytes`, the gradients, fp32 sums of 64 MiB, and an fp32 copy of `dweight` while more than 8
               16-bit chunks add up.
               A mean or a sum takes three matrix products. A fourth, of logits computed again in backward, is the

@@ -198,7 +198,8 @@ SPEC = OpSpec(
     # One row's dweight is the rounding of its label's entry, one draw too.
     # dhidden sums over the vocabulary in fp32 in the order that the matrix library picks for a shape, and a chunk has
     # another shape than the reference: twice its error, measured, is that of the same product on fewer rows.
-    factor={"z_loss": 4.0, "one_row": 4.0, "hidden_4096": 3.0, "hidden_4096_min": 3.0},
+    # Six chunks add up a 16-bit dweight, each rounding it: 2.04 times the error of one product, measured.
+    factor={"z_loss": 4.0, "one_row": 4.0, "hidden_4096": 3.0, "hidden_4096_min": 3.0, "rows_32768": 3.0},
     # fp32 launches what fp16 does not: its gradients wait for the upstream gradient instead of being multiplied.
     compile_cases=(
         "hidden_4096",

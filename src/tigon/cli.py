@@ -41,8 +41,9 @@ def _add_info(commands: Any) -> None:
         commands,
         "info",
         _info,
-        "versions, devices, and the backend of each operator with the reason",
-        "Say what tigon finds on this machine and which backend each operator takes on each device.",
+        "versions, devices, the backend of each operator with the reason, and choices by time",
+        "Say what tigon finds on this machine, which backend each operator takes on each device, and which of several"
+        " ways was found the fastest.",
         "  tigon info\n  tigon info --json",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -60,7 +61,7 @@ def collect_info() -> dict[str, Any]:
     import torch
 
     from . import current_backend, why_not
-    from .ops import OPS
+    from .ops import OPS, _choice_file
     from .ops._device import why_no_kernels
     from .ops._triton import INTERPRETED
     from .specs import Make, all_specs
@@ -103,6 +104,11 @@ def collect_info() -> dict[str, Any]:
         "interpreter": INTERPRETED,
         "devices": devices,
         "operators": operators,
+        "choices_file": None if _choice_file.path() is None else str(_choice_file.path()),
+        "choices": {
+            environment: {key: {"way": way, "ms": times} for key, (way, times) in choices.items()}
+            for environment, choices in _choice_file.load_all().items()
+        },
     }
 
 
@@ -127,6 +133,14 @@ def _info(args: argparse.Namespace) -> int:
         for device, verdict in by_device.items():
             reason = f"   {'; '.join(verdict['why_not_triton'])}" if verdict["why_not_triton"] else ""
             print(f"  {name:<36}{device:<8}{verdict['backend']:<7}{reason}".rstrip())
+    print(f"choices   measured once for a size, kept in {info['choices_file'] or 'no file: TIGON_CACHE_DIR is empty'}")
+    for environment, choices in info["choices"].items():
+        print(f"  {environment}")
+        for key, choice in choices.items():
+            times = ", ".join(f"{way} {ms:.3f} ms" for way, ms in choice["ms"].items())
+            print(f"    {key}: {choice['way']}   ({times})")
+    if not info["choices"]:
+        print("  none yet")
     return 0
 
 

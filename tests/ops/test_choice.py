@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from tigon.ops import _choice
+from tigon.cli import main
+from tigon.ops import _choice, _choice_file
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def _afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(_choice, "_chosen", {})
+    monkeypatch.setenv("TIGON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+    _choice._kept.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    yield
+    _choice._kept.cache_clear()
 
 
 def _take(times: dict[str, float], device: torch.device = CUDA) -> str:
@@ -103,3 +111,107 @@ def test_a_way_that_raises_is_not_taken_and_the_last_error_is_not_hidden(monkeyp
     assert _choice.choices() == [("(0, 'key')", "b", {"a": float("inf"), "b": 1.0})]
     with pytest.warns(UserWarning, match="not used here"), pytest.raises(torch.OutOfMemoryError, match="no memory"):
         _choice.take("other", {"a": _fail, "b": _fail}, CUDA)
+
+
+# ---- what earlier processes found ----
+
+
+@pytest.fixture
+def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """As if a process began."""
+
+    def begin() -> None:
+        monkeypatch.setattr(_choice, "_chosen", {})
+        _choice._kept.cache_clear()
+
+    return begin
+
+
+def test_a_later_process_takes_what_was_found(restart: Callable[[], None]) -> None:
+    assert _take({"a": 1.0, "b": 0.5}) == "b"
+    restart()
+    # Times that would say otherwise.
+    assert _take({"a": 1.0, "b": 2.0}) == "b"
+    assert _choice.choices() == [("(0, 'key')", "b", {"a": 1.0, "b": 0.5})]
+    # Other ways than there were, in the same process and in another one.
+    assert _take({"a": 1.0, "c": 2.0}) == "a"
+    assert _take({"a": 1.0, "b": 0.5}) == "b"
+    restart()
+    assert _take({"c": 1.0, "d": 2.0}) == "c"
+
+
+def test_another_device_version_or_source_measures_again(
+    restart: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _take({"a": 1.0, "b": 0.5}) == "b"
+    for owner, name, value in (
+        (torch.cuda, "get_device_name", lambda _: "another"),
+        (torch, "__version__", "0.0"),
+        (_choice_file, "_sources", lambda: "edited"),
+    ):
+        restart()
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            assert _take({"a": 1.0, "b": 2.0}) == "a"
+    restart()
+    assert _take({"a": 1.0, "b": 2.0}) == "b"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "not json",
+        "[]",
+        '{"x": 3}',
+        '{"ENV": {"\'key\'": {"way": "b"}}}',
+        '{"ENV": {"\'key\'": {"way": 1, "ms": {}}}}',
+    ],
+)
+def test_a_file_that_is_not_ours_is_as_good_as_none(content: str, restart: Callable[[], None]) -> None:
+    file = _choice_file.path()
+    assert file is not None
+    file.write_text(content.replace("ENV", _choice_file.environment(0)))
+    assert _take({"a": 1.0, "b": 2.0}) == "a"
+    restart()
+    assert _take({"a": 2.0, "b": 1.0}) == "a"
+    assert json.loads(file.read_text())[_choice_file.environment(0)]["'key'"]["way"] == "a"
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+def test_nothing_is_kept_without_a_folder_or_of_a_way_that_failed(
+    restart: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert _take({"a": float("inf"), "b": 1.0}) == "b"
+    restart()
+    assert _take({"a": 1.0, "b": 2.0}) == "a"
+    not_a_folder = tmp_path / "file"
+    not_a_folder.write_text("")
+    for value in ("", str(not_a_folder)):
+        monkeypatch.setenv("TIGON_CACHE_DIR", value)
+        restart()
+        assert _take({"a": 1.0, "b": 0.5}) == "b"
+        restart()
+        assert _take({"a": 1.0, "b": 2.0}) == "a"
+    assert not_a_folder.read_text() == ""
+
+
+def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGON_CACHE_DIR", "/a")
+    assert str(_choice_file.path()) == "/a/choices.json"
+    monkeypatch.delenv("TIGON_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert str(_choice_file.path()) == "/b/tigon/choices.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/c")
+    assert str(_choice_file.path()) == "/c/.cache/tigon/choices.json"
+
+
+def test_info_shows_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    assert "none yet" in capsys.readouterr().out
+    _take({"one kernel": 1.0, "two": 0.5})
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert "'key': two   (one kernel 1.000 ms, two 0.500 ms)" in shown
+    assert _choice_file.environment(0) in shown

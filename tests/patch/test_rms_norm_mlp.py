@@ -75,6 +75,50 @@ def test_training_is_as_without_and_the_operator_is_called(
     assert [dict(module.__dict__) for module in model.modules()] == before
 
 
+@pytest.mark.parametrize("mlp", ["recompute", "tiled"])
+def test_gate_and_up_are_made_again(
+    mlp: str, build: Any, batch: Any, step: Any, assert_same_step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_norm_mlp.MLP["tiled"], "max_rows", 5)
+    operator, seen = _norm_mlp.rms_norm_mlp, []
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        seen.append({k: options[k] for k in ("recompute", "max_rows") if k in options})
+        return operator(*args, **options)
+
+    monkeypatch.setattr(_norm_mlp, "rms_norm_mlp", noted)
+    model = build("Llama")
+    native = step(model, batch)
+    report = tigon.patch(model, mlp=mlp, strict=True)
+    assert [row[:2] for row in rows_of(report)] == [(f"{FAMILIES['Llama']} + mlp, {mlp}", "replaced")]
+    assert_same_step(step(model, batch), native)
+    assert seen == [_norm_mlp.MLP[mlp]] * 2 != [{}] * 2
+    # Kept by a call that does not say, and changed by one that does.
+    for options, wanted in (({}, mlp), ({"mlp": "saved"}, "saved"), ({}, "saved")):
+        seen.clear()
+        report = tigon.patch(model, **options)
+        assert (f", {mlp}" in str(report)) == (wanted == mlp)
+        step(model, batch)
+        assert seen == [_norm_mlp.MLP[wanted]] * 2
+
+
+def test_what_an_mlp_is_to_keep_is_checked(build: Any) -> None:
+    model = build("Llama")
+    before = [dict(module.__dict__) for module in model.modules()]
+    for wrong in ("titled", 4096, True):
+        with pytest.raises(
+            ValueError, match=f"patch: mlp: expected one of 'saved', 'recompute', 'tiled', got {wrong!r}"
+        ):
+            tigon.patch(model, mlp=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="patch_on_build: mlp: expected one of"):
+        tigon.patch_on_build(type(model), mlp="titled")
+    with pytest.raises(ValueError, match="patch: mlp: expected a model with a norm and an MLP that are fused"):
+        tigon.patch(model, mlp="tiled", only="rms_norm")
+    assert [dict(module.__dict__) for module in model.modules()] == before
+    with tigon.patch_on_build(type(model), mlp="tiled"):
+        assert ", tiled" in str(tigon.patch(build("Llama")))
+
+
 def test_a_loss_curve_is_as_without(build: Any, batch: Any, spy: Spy) -> None:
     def curve(model: nn.Module) -> Tensor:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

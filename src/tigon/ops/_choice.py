@@ -1,13 +1,14 @@
 """Which of several ways to compute the same is taken: the fastest where they were tried once, for a kind and size.
 
-Trying waits for the device, and takes memory for results that are thrown away, once for a size. Where that must not be
-(a CUDA graph records) and where results must not depend on times (`torch.use_deterministic_algorithms`), the first one
-is taken.
+Trying waits for the device, and takes memory for results that are thrown away, once for a size and machine: what was
+found is kept in a file (`_choice_file.py`). Where that must not be (a CUDA graph records) and where results must not
+depend on times (`torch.use_deterministic_algorithms`), the first one is taken.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 import warnings
@@ -15,6 +16,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
+
+from . import _choice_file
 
 T = TypeVar("T")
 
@@ -45,18 +48,35 @@ def pick(key: Hashable, ways: Mapping[str, Callable[[], object]], device: torch.
     if len(names) == 1 or device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return names[0]
     key = device.index, key
-    if key not in _chosen:
+    if not _is_among(_chosen.get(key), names):
+        name = repr(key[1])
+        kept = _kept(device.index or 0)
+        if _is_among(kept.get(name), names):
+            _chosen[key] = kept[name]
+            return kept[name][0]
         # Events are of the device that is current.
         with torch.cuda.device(device):
             if torch.cuda.is_current_stream_capturing():
                 return names[0]
             times = _times(ways)
         best = names[0]
-        for name in names[1:]:
-            if times[name] < _MARGIN * times[best]:
-                best = name
+        for each in names[1:]:
+            if times[each] < _MARGIN * times[best]:
+                best = each
         _chosen[key] = best, times
+        _choice_file.save(_choice_file.environment(device.index or 0), name, best, times)
     return _chosen[key][0]
+
+
+def _is_among(choice: tuple[str, dict[str, float]] | None, names: list[str]) -> bool:
+    """True for a choice among just these."""
+    return choice is not None and set(choice[1]) == set(names)
+
+
+@functools.cache
+def _kept(index: int) -> _choice_file.Choices:
+    """What earlier processes found on this kind of device."""
+    return _choice_file.load(_choice_file.environment(index))
 
 
 def _times(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:

@@ -278,7 +278,7 @@ def drive_anchored(
         }
         if predictions is None and can_anchor(h, w, b, softcap, scale):
             ways = {"anchored product": partial(anchor_rows, *given, factors=(h, w)), **ways}
-        key = "linear_cross_entropy", next_power_of_2(h.shape[0]), num_classes, width
+        key = "linear_cross_entropy", next_power_of_2(h.shape[0]), num_classes, width, h.dtype
         return take(key, ways, h.device)
 
     def write_dhidden(blocks: list[Tensor], factors: Tensor, start: int) -> None:

@@ -195,7 +195,7 @@ def sliced_statistics(
         if see is None and has_kernel and not options.label_smoothing and can_anchor(h, weight, bias, *options[2:]):
             fused = partial(product_losses, h, weight, *out, ignore_index, options.scale, MAX_RISE)
             ways = {"product into statistics": fused, **ways}
-        take(("statistics", next_power_of_2(h.shape[0]), *weight.shape), ways, h.device)
+        take(("statistics", next_power_of_2(h.shape[0]), *weight.shape, h.dtype), ways, h.device)
         if squares is not None:
             squares[part] = options.z_loss * stats[part].sum(-1).square()
 
@@ -290,7 +290,7 @@ def sliced_gradients(
                 given = labels[part], flags, stats[part], upstream[0], cols.start, ignore_index, options.scale, logits
                 ways = {"product into dlogits": partial(product_dlogits, h, weight[cols], *given), **ways}
             # Tiles of all sizes but the last are alike.
-            size = next_power_of_2(h.shape[0]), next_power_of_2(logits.shape[1]), h.shape[1]
+            size = next_power_of_2(h.shape[0]), next_power_of_2(logits.shape[1]), h.shape[1], h.dtype
             take(("dlogits", *size), ways, h.device)
             if dhidden is not None:
                 total = accumulate(total, logits, weight[cols])

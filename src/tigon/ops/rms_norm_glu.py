@@ -185,7 +185,7 @@ def _project_rows(
 
     weights = gate_weight, gate_bias, up_weight, up_bias
     fused = partial(project_glu, n, *weights, *kept, product, activation, *options)
-    key = "rms_norm_glu", next_power_of_2(size[0]), size[1], n.shape[1], saves
+    key = "rms_norm_glu", next_power_of_2(size[0]), size[1], n.shape[1], saves, n.dtype
     take(key, {"one kernel for gate and up": fused, "products, then glu": apart}, n.device)
     return product, gate, up
 
@@ -280,7 +280,7 @@ def unproject_from(
 
     product = dy.new_empty(dy.shape[0], down_weight.shape[1])
     ways = {"one kernel through glu": fused, "product, then through glu": apart}
-    key = "rms_norm_mlp", next_power_of_2(dy.shape[0]), *down_weight.shape
+    key = "rms_norm_mlp", next_power_of_2(dy.shape[0]), *down_weight.shape, dy.dtype
     way = ways[pick(key, {name: partial(tried, run) for name, run in ways.items()}, dy.device)]
     dgate = gate if own[0] else torch.empty_like(gate)
     dup = up if up is None or own[1] else torch.empty_like(up)

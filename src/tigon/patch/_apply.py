@@ -51,9 +51,9 @@ class _Choice:
     """The forms and modules that `only` and `skip` leave, and the fusions that are asked for."""
 
     def __init__(
-        self, only: Iterable[str] | None, skip: Iterable[str] | None, fuse: Iterable[str], names: list[str]
+        self, only: Iterable[str] | None, skip: Iterable[str] | None, fuse: list[str], names: list[str]
     ) -> None:
-        self.fuse = _fusions(fuse)
+        self.fuse = fuse
         self.only = None if only is None else self._split("only", only, names)
         self.skip = self._split("skip", skip or (), names)
 
@@ -94,6 +94,21 @@ def _fusions(fuse: Iterable[str]) -> list[str]:
     return names
 
 
+def _with_mode(finding: _Finding, model: nn.Module, mlp: str | None) -> _Finding:
+    """Say of a fused MLP what it keeps, unless that is the default."""
+    if finding.form != _norm_mlp.NAME or finding.verdict != "replaced":
+        return finding
+    if mlp is None:
+        mark = model.get_submodule(finding.name).__dict__.get("_tigon")
+        mlp = getattr(mark and mark.settings, "mlp", "saved")
+    return finding if mlp == "saved" else finding._replace(variant=f"{finding.variant}, {mlp}")
+
+
+def _with_mlp(fuse: list[str], mlp: str | None) -> list[str]:
+    """The fusions, with that of which `mlp` is an option."""
+    return fuse if mlp is None or _norm_mlp.NAME in fuse else [*fuse, _norm_mlp.NAME]
+
+
 @_one_at_a_time
 def patch(
     model: nn.Module,
@@ -103,6 +118,7 @@ def patch(
     fuse: Iterable[str] = (),
     strict: bool = False,
     loss_options: Mapping[str, Any] | None = None,
+    mlp: str | None = None,
 ) -> Report:
     """Make a model use the fused operators wherever it computes exactly what they do.
 
@@ -125,26 +141,35 @@ def patch(
         loss_options: how, not what, the fused loss computes: values for some of "memory", "max_logits_bytes" and
             "skip_ignored", as in `linear_cross_entropy`. None keeps what an earlier call has set, a mapping replaces
             all of it, `{}` by the defaults. "skip_ignored" is left off while a compiler or a CUDA graph records.
+        mlp: what a gated MLP fused by "rms_norm_mlp", which this asks for, keeps for backward: "saved", gate and up;
+            "recompute", neither, for two products more; "tiled", neither, and no more than 4096 rows of them exist at
+            once, for very long sequences. None keeps what an earlier call has set, at first "saved". While a model runs
+            compiled, or an MLP steps aside for hooks, adapters or sharding, what is native is kept.
 
     Returns:
         A `Report`; `print(report)` shows what was replaced, what was kept, and why.
 
     Raises:
         ValueError: `model` is no module, a name in `only`, `skip` or `fuse` fits nothing, `strict` found something
-            kept or nothing at all, or `loss_options` has something else or finds no loss that is fused.
+            kept or nothing at all, `loss_options` has something else or finds no loss that is fused, or `mlp` is
+            something else or finds no MLP that is fused.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"patch: model: expected a torch.nn.Module, got {type(model).__name__}")
     options = _head.checked_loss_options("patch", loss_options)
+    fuse = _with_mlp(_fusions(fuse), _norm_mlp.checked_mlp("patch", mlp))
     modules = list(model.named_modules())
     choice = _Choice(only, skip, fuse, [name for name, _ in modules])
-    findings = _findings(modules, choice)
+    findings = [_with_mode(finding, model, mlp) for finding in _findings(modules, choice)]
     report = Report(type(model).__name__, grouped(finding[:6] for finding in findings))
     if strict and not report.replaced:
         raise ValueError(f"patch: strict: expected something to replace, got\n{report}")
     if strict and report.kept:
         raise ValueError(f"patch: strict: expected every form to be replaced, got\n{report}")
     heads = [] if options is None else _heads_for(options, findings, modules, report)
+    layers = [f.name for f in findings if f.form == _norm_mlp.NAME and f.verdict == "replaced"]
+    if mlp is not None and not layers:
+        raise ValueError(f"patch: mlp: expected a model with a norm and an MLP that are fused, got\n{report}")
     before = [(module, _swap.put_on(module)) for _, module in modules]
     try:
         for finding in findings:
@@ -152,6 +177,8 @@ def patch(
                 finding.act()
         for head in heads:
             _head.set_loss_options(head, options or {})
+        for name in layers if mlp is not None else ():
+            _norm_mlp.set_mlp(model.get_submodule(name), mlp)
         _link(modules)
     except BaseException:
         # What an earlier call has replaced stays so.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops._check import require_one_of
 from ..ops._op import autocast_dtype
 from ..ops.rms_norm import rms_norm, rms_norm_reference
 from ..ops.rms_norm_mlp import rms_norm_mlp
@@ -29,12 +30,21 @@ from ._normed import Normed
 from ._probe import Refused
 
 NAME = "rms_norm_mlp"
+# Rows of a tile: enough for a matrix product to be as fast as one of all rows, next to nothing of a long sequence.
+TILE_ROWS = 4096
+# What `patch(mlp=)` takes, and what the operator is told.
+MLP = {
+    "saved": {},
+    "recompute": {"recompute": True},
+    "tiled": {"recompute": True, "max_rows": TILE_ROWS},
+}
 
 
 class NormMlpSettings(NamedTuple):
-    """Names of children: norms, and the MLP that each goes into."""
+    """Names of children: norms, and the MLP that each goes into; and a key of `MLP`."""
 
     pairs: tuple[tuple[str, str], ...]
+    mlp: str = "saved"
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -238,20 +248,31 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if why := why_off(self, settings):
         _glu_linear.note(f"{NAME} is off in {type(self).__name__}: {why}")
         return type(self).forward(self, *args, **kwargs)
-    with _norms.deferring(self, settings.norms, _later):
+    with _norms.deferring(self, settings.norms, functools.partial(_later, MLP[settings.mlp])):
         return real(type(self).forward(self, *args, **kwargs))
 
 
-def _later(norm: nn.Module, x: Any) -> Normed | None:
+def checked_mlp(function: str, mlp: Any) -> str | None:
+    if mlp is not None:
+        require_one_of(function, "mlp", mlp, tuple(MLP))
+    return mlp
+
+
+def set_mlp(module: nn.Module, mlp: str) -> None:
+    mark = module.__dict__["_tigon"]
+    module.__dict__["_tigon"] = mark._replace(settings=mark.settings._replace(mlp=mlp))
+
+
+def _later(options: dict[str, Any], norm: nn.Module, x: Any) -> Normed | None:
     """The norm of `x`, to be computed with the MLP, None where only the norm may."""
     settings, x = norm._tigon.settings, real(x)
     native = settings.native_autocast and torch.is_autocast_enabled(x.device.type)
     if native or settings.group_size is not None or not is_plain(x, _norms.weight_of(norm)):
         return None
-    return Normed(norm, x, lambda: _norms.rms_norm_by(rms_norm, norm, x), _together)
+    return Normed(norm, x, lambda: _norms.rms_norm_by(rms_norm, norm, x), functools.partial(_together, options))
 
 
-def _together(self: nn.Module, mlp: _glu.GluSettings, x: Normed) -> Tensor | None:
+def _together(options: dict[str, Any], self: nn.Module, mlp: _glu.GluSettings, x: Normed) -> Tensor | None:
     if why := why_apart(self, mlp, x):
         _glu_linear.note(f"{NAME} is off in {type(self).__name__}: {why}")
         return None
@@ -269,5 +290,6 @@ def _together(self: nn.Module, mlp: _glu.GluSettings, x: Normed) -> Tensor | Non
         eps=norm.eps_of(x.norm),
         offset=offset,
         cast=norm.cast,
+        **options,
     )
     return _glu.scaled(mlp, self, mlp.how.call(op, self, gate.weight, up and up.weight))

@@ -10,6 +10,7 @@ from torch import nn
 
 from ._apply import lock, patch
 from ._head import checked_loss_options
+from ._norm_mlp import checked_mlp
 from .report import Report
 
 # By class, what is asked of it, oldest first.
@@ -73,6 +74,7 @@ def patch_on_build(
     fuse: Iterable[str] = (),
     strict: bool = False,
     loss_options: Mapping[str, Any] | None = None,
+    mlp: str | None = None,
 ) -> PatchOnBuild:
     """Patch every model of a class when its `__init__` has finished, whoever builds it.
 
@@ -83,23 +85,23 @@ def patch_on_build(
 
     Args:
         cls: a module class.
-        only, skip, fuse, strict, loss_options: as in `patch`; with `strict`, and where the loss is not fused, it is the
-            constructor that raises.
+        only, skip, fuse, strict, loss_options, mlp: as in `patch`; with `strict`, and where the loss or an MLP is not
+            fused, it is the constructor that raises.
 
     Returns:
         A handle with `remove()`, which can also be used in a `with` statement. Asked twice, a model is patched once,
         for what either asks; each handle ends its own part.
 
     Raises:
-        ValueError: `cls` is no module class, or `loss_options` has something else than `patch` takes.
+        ValueError: `cls` is no module class, or `loss_options` or `mlp` is something else than `patch` takes.
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise ValueError(f"patch_on_build: cls: expected a class of torch.nn.Module, got {cls!r}")
     only, skip, fuse = (
         None if names is None else [names] if isinstance(names, str) else list(names) for names in (only, skip, fuse)
     )
-    loss_options = checked_loss_options("patch_on_build", loss_options)
-    options = {"only": only, "skip": skip, "fuse": fuse, "strict": strict, "loss_options": loss_options}
+    loss_options, mlp = checked_loss_options("patch_on_build", loss_options), checked_mlp("patch_on_build", mlp)
+    options = {"only": only, "skip": skip, "fuse": fuse, "strict": strict, "loss_options": loss_options, "mlp": mlp}
     return PatchOnBuild(cls, options).start()
 
 

@@ -30,6 +30,7 @@ from ._check import require, require_floating, require_same_device
 from ._choice import pick, take
 from ._hopper_glu import can_project, can_unproject, project_glu, unproject_glu
 from ._launch import next_power_of_2
+from ._norm_glu import MAX_ROWS, can_project_few, project_few
 from ._op import as_output, define, is_traced, once_differentiable, op, runs_reference
 from ._projection import shared_matmul_dtype
 from ._reuse import claim, release, save_for_reuse
@@ -81,7 +82,8 @@ def rms_norm_glu_reference(
 
 # ---- kernels ----
 
-# Those of rms_norm and glu, the matrix products of torch, and on compute capability 9.0 that of `_hopper_glu.py`.
+# Those of rms_norm and glu, the matrix products of torch, for few rows that of `_norm_glu.py`, and on compute
+# capability 9.0 that of `_hopper_glu.py`.
 
 # ---- operators ----
 
@@ -115,6 +117,44 @@ def project(
 
     `dtype` is that of the matrix products. `rstd` is what forward gave for this `x`, None in forward itself.
     """
+    given = x, rstd, norm_weight, gate_weight, gate_bias, up_weight, up_bias, dtype, eps, offset, cast, *options
+    apart = partial(_project_apart, *given, saves=saves, needs_product=needs_product)
+    if rstd is not None or is_traced(x) or num_rows(x) > MAX_ROWS:
+        return apart()
+    weights = _split_weights(gate_weight, gate_bias, up_weight, up_bias, dtype, *options[1:3])
+    if weights is None or not can_project_few(rows_of(x), dtype, weights[0], weights[2]):
+        return apart()
+
+    def together() -> Projected:
+        size = num_rows(x), weights[0].shape[0]
+        product, kept, gate, up = _new_outputs(x, size, up_weight is None, saves, options[1])
+        rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        project_few(
+            rows_of(x), _row(norm_weight), *weights, *kept, product, rstd, eps, offset, options[0], *options[3:]
+        )
+        return Projected(product, rstd, gate, up)
+
+    key = "norm", next_power_of_2(num_rows(x)), *weights[0].shape, saves, dtype
+    return take(key, {"norm apart": apart, "norm in the kernel for gate and up": together}, x.device)
+
+
+def _project_apart(
+    x: Tensor,
+    rstd: Tensor | None,
+    norm_weight: Tensor | None,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    dtype: torch.dtype,
+    eps: float,
+    offset: float,
+    cast: str,
+    *options: Any,
+    saves: bool,
+    needs_product: bool,
+) -> Projected:
+    """What `project` gives, by way of the norm as a tensor of its own."""
     if rstd is None:
         n, _, rstd = _norm_fwd(x, _row(norm_weight), None, eps, offset, cast, None)
         n = _as_factor(n, dtype)
@@ -168,13 +208,7 @@ def _project_rows(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Product, gate and up, the latter two None unless `saves`, gate with both where `is_packed`."""
     size = n.shape[0], gate_weight.shape[0]
-    product, kept = n.new_empty(size), (None, None)
-    gate = up = None
-    if saves:
-        gate = n.new_empty(size[0], 2 * size[1]) if is_packed else n.new_empty(size)
-        kept = gate.chunk(2, -1) if is_packed else (gate, n.new_empty(size))
-        kept = kept if gate_first else kept[::-1]
-        up = None if is_packed else kept[1]
+    product, kept, gate, up = _new_outputs(n, size, is_packed, saves, gate_first)
 
     def apart() -> None:
         # In their own memory where nobody keeps them.
@@ -188,6 +222,19 @@ def _project_rows(
     key = "rms_norm_glu", next_power_of_2(size[0]), size[1], n.shape[1], saves, n.dtype
     take(key, {"one kernel for gate and up": fused, "products, then glu": apart}, n.device)
     return product, gate, up
+
+
+def _new_outputs(
+    like: Tensor, size: tuple[int, int], is_packed: bool, saves: bool, gate_first: bool
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None], Tensor | None, Tensor | None]:
+    """Memory for the product, for gate and up as kernels write them, and the same two as they are kept."""
+    product = like.new_empty(size)
+    if not saves:
+        return product, (None, None), None, None
+    gate = like.new_empty(size[0], 2 * size[1]) if is_packed else like.new_empty(size)
+    kept = gate.chunk(2, -1) if is_packed else (gate, like.new_empty(size))
+    kept = kept if gate_first else kept[::-1]
+    return product, kept, gate, None if is_packed else kept[1]
 
 
 def _fake_again(x: Tensor, norm_weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
@@ -215,6 +262,11 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def num_rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """`[M, D]`: a view where strides allow it, always one of what is contiguous."""
+    return x.reshape(num_rows(x), x.shape[-1])
 
 
 # Of x, norm_weight, gate_weight, gate_bias, up_weight and up_bias, which get a gradient.
@@ -521,7 +573,9 @@ def rms_norm_glu(
               in backward again. The gradient of the norm is added up in one product after the other, with one rounding
               fewer than a sum of two.
     Choice:   on compute capability 9.0 between one kernel for gate, up and the product, and the products of torch with
-              `glu` after them, by time, once for a size; as in `linear_cross_entropy`.
+              `glu` after them, by time, once for a size; as in `linear_cross_entropy`. Up to 128 rows in bf16 also
+              between those and one kernel for all of it, the norm included, which multiplies `x * norm_weight`, rounded
+              once, and then by rstd.
     Memory:   saves `x`, 4 bytes a row, gate and up; neither the norm nor a cast weight. Backward needs the norm again
               and its gradient; those of gate and up are written over them as in `glu`.
     Differs from the reference: never in formula; order of summation over D, last bits of exp and erf.

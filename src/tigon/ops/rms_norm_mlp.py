@@ -43,6 +43,7 @@ from .rms_norm_glu import (
     project,
     require_projections,
     rms_norm_glu_reference,
+    rows_of,
     supports,
     unproject_from,
 )
@@ -136,7 +137,7 @@ class _RMSNormMLP(torch.autograd.Function):
             product, rstd, gate, up = project(x, None, *inputs, dtype, *options, saves=saves)
             y = as_output(linear(product, down_weight, down_bias), x)
         else:
-            rows, gate, up, rstds, made = _rows(x), None, None, [], []
+            rows, gate, up, rstds, made = rows_of(x), None, None, [], []
             size = (num_rows(x), down_weight.shape[0])
             y = None if is_traced(x) else x.new_empty(size, dtype=dtype)
             for part in parts:
@@ -192,15 +193,15 @@ class _RMSNormMLP(torch.autograd.Function):
         dx = x.new_empty(x.shape) if needs[0] and not is_traced(dy) else None
         dx_parts = []
         for part in parts:
-            x_part, rstd_part = (None if t is None else t[part] for t in (None if x is None else _rows(x), rstd))
+            x_part, rstd_part = (None if t is None else t[part] for t in (None if x is None else rows_of(x), rstd))
             previous, sums[1] = sums[1], None
             dx_part, *sums[1:] = _gradients(
-                ctx, x_part, rstd_part, weights, [None, None], own, _rows(dy)[part], dtypes, sums
+                ctx, x_part, rstd_part, weights, [None, None], own, rows_of(dy)[part], dtypes, sums
             )
             if dx is None:
                 dx_parts.append(dx_part)
             else:
-                _rows(dx)[part] = dx_part
+                rows_of(dx)[part] = dx_part
             if needs[1]:
                 sums[1] = sums[1].float() if previous is None else previous.add_(sums[1])  # type: ignore[union-attr]
         if needs[0] and dx is None:
@@ -213,11 +214,6 @@ def _parts(total: int, max_rows: int | None) -> list[slice]:
     if max_rows is None:
         return [slice(None)]
     return [slice(i, min(i + max_rows, total)) for i in range(0, max(total, 1), max_rows)]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`[M, D]`: a view where strides allow it, always one of what is contiguous."""
-    return x.reshape(num_rows(x), x.shape[-1])
 
 
 def _gradients(
@@ -249,7 +245,7 @@ def _gradients(
             needs_product=not any(needs[:6]),
         )
         own = [True, True]
-    rows = _rows(dy).to(ctx.dtype)
+    rows = rows_of(dy).to(ctx.dtype)
     ddown_weight = ddown_bias = None
     halves = [None, None]
     if any(needs[:6]):

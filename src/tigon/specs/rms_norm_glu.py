@@ -153,6 +153,8 @@ CASES = (
     Case("one_row", {"M": 1, "D": 5, "I": 3}),
     Case("mlp_14336", {"M": 8192, "D": 4096, "I": 14336}, models_only=True),
     Case("mlp_8192", {"M": 16384, "D": 2048, "I": 8192}, models_only=True),
+    Case("rows_16", {"M": 16, "D": 4096, "I": 14336}, models_only=True),
+    Case("rows_128", {"M": 128, "D": 4096, "I": 14336}, models_only=True),
     Case(
         "mlp_512",
         {"M": 256, "D": 256, "I": 512},
@@ -176,5 +178,5 @@ SPEC = OpSpec(
         Mutation("weights' gradients of the input", _weight_gradient_of_the_input),
     ),
     # Those of rms_norm and glu have the rest.
-    compile_cases=("mlp_14336",),
+    compile_cases=("mlp_14336", "rows_16", "rows_128"),
 )

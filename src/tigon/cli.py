@@ -399,11 +399,13 @@ def _add_bench(commands: Any) -> None:
         commands,
         "bench",
         _bench,
-        "time operators beside their peers on this GPU",
+        "time operators, or whole training steps, beside their peers on this GPU",
         "Measure forward and backward of each operator and of its peers, launch by launch in turn. An implementation\n"
-        "of ours outside its error budget gets no number, another is marked.",
+        "of ours outside its error budget gets no number, another is marked. `tigon bench step` trains a whole model\n"
+        "instead: tokens/s, memory, losses and where the time goes.",
         "  tigon bench --op rms_norm\n"
-        "  tigon bench --op cross_entropy --peers torch_eager,torch_compile --output benchmarks/results --plot",
+        "  tigon bench --op cross_entropy --peers torch_eager,torch_compile --output benchmarks/results --plot\n"
+        "  tigon bench step --model config.json --batch 8 --seq 1024",
     )
     add_arguments(parser)
 

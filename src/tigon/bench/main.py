@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import against, report, store
+from . import against, report, step, store
 from . import peers as peer_modules
 
 
@@ -29,10 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--readme", type=Path, help="measure nothing: rewrite the table in this file from the rows in --output"
     )
+    step.add_arguments(parser.add_subparsers(dest="what", metavar="step"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out `tigon bench`; the exit status."""
+    if arguments.what == "step":
+        return step.run(arguments)
     if arguments.readme is not None:
         if arguments.output is None:
             raise ValueError("bench: --readme: expected --output with the folder of the rows, got none")

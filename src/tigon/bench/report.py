@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from .store import Row, read
+from .store import LONGEST, STEPS, Row, read
 
 OURS, PRODUCTS = "tigon", "matrix_products"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
@@ -14,8 +14,8 @@ _SHOWN = ("tigon", *_PACKAGES, "torch_compile", "torch_builtin", "torch_eager")
 
 
 def rows_in(folder: Path) -> list[Row]:
-    """All rows below `folder`."""
-    return [row for path in sorted(folder.rglob("*.jsonl")) for row in read(path)]
+    """All rows of operators below `folder`."""
+    return [row for path in sorted(folder.rglob("*.jsonl")) if path.name not in (STEPS, LONGEST) for row in read(path)]
 
 
 def _cases(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
@@ -99,11 +99,20 @@ def write_into(readme: Path, rows: Sequence[Row]) -> None:
     Raises:
         ValueError: a marker is missing.
     """
-    text = readme.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{readme}: expected the markers {BEGIN} and {END}")
-    head, tail = text.split(BEGIN, 1)[0], text.split(END, 1)[1]
-    readme.write_text(f"{head}{BEGIN}\n{markdown_table(rows)}\n{END}{tail}")
+    write_between(readme, BEGIN, END, markdown_table(rows))
+
+
+def write_between(page: Path, begin: str, end: str, table: str) -> None:
+    """Replace what stands between two markers in `page`.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    text = page.read_text()
+    if begin not in text or end not in text:
+        raise ValueError(f"{page}: expected the markers {begin} and {end}")
+    head, tail = text.split(begin, 1)[0], text.split(end, 1)[1]
+    page.write_text(f"{head}{begin}\n{table}\n{end}{tail}")
 
 
 def plot(rows: Sequence[Row], *paths: Path) -> None:

@@ -11,8 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
+
+# Files beside those of operators: rows of whole training steps, and of the longest sequences of such.
+STEPS, LONGEST = "step.jsonl", "longest.jsonl"
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Row:
 def environment(command: str) -> dict[str, str]:
     """Fields of a row that are the same for a whole run."""
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": version_of("triton"),
         "commit": _commit(),
@@ -105,8 +109,8 @@ def write(rows: Iterable[Row], folder: Path) -> list[Path]:
     return written
 
 
-def read(path: Path) -> list[Row]:
-    """Rows of one file.
+def read(path: Path, kind: type[Any] = Row) -> list[Any]:
+    """Rows of one file, which are all of one kind.
 
     Raises:
         ValueError: a line is not a row; the message names file and line.
@@ -114,7 +118,7 @@ def read(path: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
-            rows.append(Row(**json.loads(line)))
+            rows.append(kind(**json.loads(line)))
         except (TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}:{number}: not a result row: {error}") from None
     return rows

@@ -23,7 +23,7 @@ class Timing:
     high_ms: float
 
 
-def _spread(samples: list[float]) -> Timing:
+def spread(samples: list[float]) -> Timing:
     ordered = sorted(samples)
     return Timing(statistics.median(ordered), ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10])
 
@@ -52,7 +52,7 @@ def device_times(
             del kept
             if index >= warmup:
                 samples[name].append(start.elapsed_time(end))
-    return {name: _spread(values) for name, values in samples.items()}
+    return {name: spread(values) for name, values in samples.items()}
 
 
 def graph_times(
@@ -72,7 +72,7 @@ def graph_times(
             end.synchronize()
             if index >= warmup:
                 samples[name].append(start.elapsed_time(end) / num_calls)
-    return {name: _spread(values) for name, values in samples.items()}
+    return {name: spread(values) for name, values in samples.items()}
 
 
 def capture(
@@ -115,7 +115,7 @@ def host_times(
             del kept
             if index >= warmup:
                 samples[name].append(elapsed)
-    return {name: _spread(values) for name, values in samples.items()}
+    return {name: spread(values) for name, values in samples.items()}
 
 
 def copy_gbps() -> float:

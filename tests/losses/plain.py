@@ -124,7 +124,7 @@ def policy(lp: Tensor, ent: Tensor, mask: Tensor, a: Tensor, o: dict[str, Any]) 
     if kind == "cispo":
         term = -r.clamp(max=high).detach() * a * lp
     elif kind == "sapo":
-        tau = torch.where(a > 0, 1.0, 1.05).to(lp.dtype)
+        tau = torch.where(a > 0, lp.new_tensor(1.0), lp.new_tensor(1.05))
         term = -torch.sigmoid(tau * (r - 1)) * 4 / tau * a
     elif kind == "vespo":
         log_w = log_ratio.clamp(-20, 20).sum(1, keepdim=True)
@@ -156,7 +156,7 @@ def policy(lp: Tensor, ent: Tensor, mask: Tensor, a: Tensor, o: dict[str, Any]) 
         "grpo": lambda: (term.sum(1, keepdim=True) / counts).mean() / steps,
         "bnpo": lambda: term.sum() / total / steps,
         "dr_grpo": lambda: term.sum() / (term.shape[0] * o["max_length"]) / steps,
-        "dapo": lambda: term.sum() / (total * steps if items is None else max(items, 1)),
+        "dapo": lambda: term.sum() / (total * steps if items is None else max(float(items), 1)),
         "luspo": lambda: term.sum(1).mean() / steps,
     }
     same = {"ppo": "bnpo", "gspo": "grpo", "sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}

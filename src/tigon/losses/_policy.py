@@ -86,7 +86,7 @@ class _PolicyTerms(NamedTuple):
         if o.entropy_coef:
             share = data["entropy_share"]
             if o.entropy_quantile < 1:
-                share = mask / mask.sum().clamp(min=1) * share  # type: ignore[operator]
+                share = mask.to(entropy.dtype) / mask.sum().clamp(min=1) * share  # type: ignore[operator]
             loss = loss - o.entropy_coef * (entropy * share).sum()
         return loss
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops import _hopper_cross_entropy, _hopper_glu
+from tigon.ops import _hopper_cross_entropy, _hopper_glu, _hopper_sum
 from tigon.ops.glu import glu_reference
 
 TILE = 256
@@ -24,14 +24,19 @@ def multiply(
     epilogue: Any,
     *,
     ins: tuple[Tensor | None, ...] = (None, None),
+    more: tuple[Tensor | None, ...] = (None, None),
     function: Any = None,
     flag: bool = False,
     transposed: bool = False,
 ) -> None:
     # What descriptors take, of 16-bit numbers.
-    for t in (a, weight, other, *ins, *outs):
+    for t in (a, weight, other, *ins, *more, *outs):
         assert t is None or (t.stride(1) == 1 and t.stride(0) >= t.shape[1] and t.storage_offset() % 8 == 0)
     z = a @ (weight if transposed else weight.t())
+    if epilogue is _hopper_sum._store_epilogue:
+        _store(z, *more, outs[0], args, transposed)
+        return
+    assert more == (None, None)
     if epilogue is _hopper_glu._glu_bwd_epilogue:
         assert transposed
         assert prologue is _hopper_glu._glu_bwd_prologue
@@ -47,6 +52,13 @@ def multiply(
         assert epilogue is _hopper_cross_entropy._gradient_epilogue
         assert prologue is _hopper_cross_entropy._gradient_prologue
         _gradient(z, outs[0], *args)
+
+
+def _store(z: Tensor, b: Tensor, low: Tensor, out: Tensor, args: tuple[Any, ...], transposed: bool) -> None:
+    bias, num_cols = args
+    assert num_cols == z.shape[1]
+    z += b @ (low if transposed else low.t())
+    out.copy_(z if bias is None else z + bias)
 
 
 def _glu(gate: Tensor, up: Tensor, outs: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> None:

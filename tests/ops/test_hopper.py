@@ -19,7 +19,7 @@ from tigon.testing import assert_within_budget
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("_hopper_cross_entropy", "_hopper_glu"):
+    for module in ("_hopper_cross_entropy", "_hopper_glu", "_hopper_sum"):
         monkeypatch.setattr(f"tigon.ops.{module}.multiply", hopper.multiply)
         monkeypatch.setattr(f"tigon.ops.{module}.can_multiply", lambda *_: True)
     _choice.offered.clear()
@@ -143,7 +143,10 @@ def test_a_label_that_is_no_class_gives_nan() -> None:
 
 @pytest.mark.parametrize(
     "ways",
-    [("one kernel for gate and up", "one kernel through glu"), ("products, then glu", "product, then through glu")],
+    [
+        ("one kernel for gate and up", "one kernel through glu", "both products at once"),
+        ("products, then glu", "product, then through glu", "one product after the other"),
+    ],
 )
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -173,6 +176,7 @@ def test_gate_and_up_at_once(
     assert ways[0] in _choice.offered
     # Without a gradient of the down projection the product is not wanted.
     assert (ways[1] in _choice.offered) == ("down_weight" not in frozen)
+    assert (ways[2] in _choice.offered) == ("x" not in frozen and not is_packed)
     low, high = run(rms_norm_mlp_reference), run(rms_norm_mlp_reference, torch.float64)
     for index, tensors in enumerate(zip(actual, low, high, strict=True)):
         assert_within_budget(str(index), *tensors, factor=3.0)

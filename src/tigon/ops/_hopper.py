@@ -1,6 +1,7 @@
 """A matrix product on compute capability 9.0 whose results pass through an epilogue before they reach memory.
 
     out = epilogue(a @ weight.T),    a `[M, K]`, weight `[N, K]` or two of `[N, K]` side by side
+    out = epilogue(a @ weight.T + b @ low.T),    b `[M, R]`, low `[N, R]`: a few steps more
 
 One program a multiprocessor takes tile after tile of 128 rows and 256 columns. One warp copies parts of both factors
 into a ring of buffers; two groups of four warps multiply them, 64 rows each, and run the epilogue. The groups meet
@@ -59,6 +60,7 @@ def _produce(
     a_desc,
     weight_desc,
     other_desc,
+    more_descs,
     a_bufs,
     weight_bufs,
     ready,
@@ -66,11 +68,13 @@ def _produce(
     num_m,
     num_n,
     num_k,
+    num_more,
     TRANSPOSED: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
     TILE_K: gl.constexpr,
 ):
+    b_desc, low_desc = more_descs
     step = 0
     for index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         m, n = _tile(index, num_m, num_n, GROUP_M)
@@ -89,6 +93,19 @@ def _produce(
                 load_tile(weight_desc, [n * 128, k * TILE_K], bar, weight.slice(0, 128))
                 load_tile(other_desc, [n * 128, k * TILE_K], bar, weight.slice(128, 128))
             step += 1
+        if b_desc is not None:
+            for k in range(num_more):
+                slot = step % STAGES
+                bar = ready.index(slot)
+                mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+                # Columns and rows beyond arrive as zeros, which are counted too.
+                mbarrier.expect(bar, (128 + 256) * TILE_K * 2)
+                load_tile(b_desc, [m * 128, k * TILE_K], bar, a_bufs.index(slot))
+                if TRANSPOSED:
+                    load_tile(low_desc, [k * TILE_K, n * 256], bar, weight_bufs.index(slot))
+                else:
+                    load_tile(low_desc, [n * 256, k * TILE_K], bar, weight_bufs.index(slot))
+                step += 1
 
 
 @gluon.jit
@@ -155,7 +172,7 @@ def _own_buffers(dtype: gl.constexpr, HAS_INPUT: gl.constexpr):
 
 
 # One kernel for all sizes.
-@gluon.jit(do_not_specialize=["args", "num_m", "num_n", "num_k"])
+@gluon.jit(do_not_specialize=["args", "num_m", "num_n", "num_k", "num_more"])
 def _matmul_kernel(
     a_desc,
     weight_desc,
@@ -165,10 +182,13 @@ def _matmul_kernel(
     out2_desc,
     in_desc,
     in1_desc,
+    b_desc,
+    low_desc,
     args,
     num_m,
     num_n,
     num_k,
+    num_more,
     PROLOGUE: gl.constexpr,
     EPILOGUE: gl.constexpr,
     FUNCTION: gl.constexpr,
@@ -199,22 +219,22 @@ def _matmul_kernel(
             (
                 _consume,
                 (
-                    a_bufs, weight_bufs, ready, empty, own0, num_m, num_n, num_k, ins, outs, args,
+                    a_bufs, weight_bufs, ready, empty, own0, num_m, num_n, num_k + num_more, ins, outs, args,
                     0, PROLOGUE, EPILOGUE, FUNCTION, FLAG, TRANSPOSED, GROUP_M, STAGES,
                 ),
             ),
             (
                 _consume,
                 (
-                    a_bufs, weight_bufs, ready, empty, own1, num_m, num_n, num_k, ins, outs, args,
+                    a_bufs, weight_bufs, ready, empty, own1, num_m, num_n, num_k + num_more, ins, outs, args,
                     1, PROLOGUE, EPILOGUE, FUNCTION, FLAG, TRANSPOSED, GROUP_M, STAGES,
                 ),
             ),
             (
                 _produce,
                 (
-                    a_desc, weight_desc, other_desc, a_bufs, weight_bufs, ready, empty, num_m, num_n, num_k,
-                    TRANSPOSED, GROUP_M, STAGES, TILE_K,
+                    a_desc, weight_desc, other_desc, (b_desc, low_desc), a_bufs, weight_bufs, ready, empty, num_m,
+                    num_n, num_k, num_more, TRANSPOSED, GROUP_M, STAGES, TILE_K,
                 ),
             ),
         ],
@@ -319,11 +339,14 @@ def multiply(
     epilogue: Any,
     *,
     ins: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+    more: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     function: Any = None,
     flag: bool = False,
     transposed: bool = False,
 ) -> None:
     """Run `epilogue` on every tile of `a @ weight.T`, and of `a @ other.T` beside it; `transposed`: of `a @ weight`.
+
+    With `more`, `b @ low.T` is added, or `b @ low` to what is transposed; not beside `other`.
 
     `epilogue(acc, row, n, loaded, own, ins, outs, args, FUNCTION, FLAG)` gets what
     `prologue(row, n, layout, own, ins, args)` gave before the products of the tile, `own` for `put`, `ask` and
@@ -340,10 +363,13 @@ def multiply(
         _described(weight, *tile),
         _described(other, TILE_N // 2),
         *(_described(t, 64) for t in (*outs, *ins)),
+        _described(more[0], TILE_M),
+        _described(more[1], *tile),
         args,
         num_m,
         num_n,
         cdiv(a.shape[1], _TILE_K),
+        0 if more[0] is None else cdiv(more[0].shape[1], _TILE_K),
         PROLOGUE=prologue,
         EPILOGUE=epilogue,
         FUNCTION=function,

@@ -29,6 +29,7 @@ from torch import Tensor
 from ._check import require, require_floating, require_same_device
 from ._choice import pick, take
 from ._hopper_glu import can_project, can_unproject, project_glu, unproject_glu
+from ._hopper_sum import can_sum_products, sum_products
 from ._launch import next_power_of_2
 from ._norm_glu import MAX_ROWS, can_project_few, project_few
 from ._op import as_output, define, is_traced, once_differentiable, op, runs_reference
@@ -384,6 +385,9 @@ def input_gradients(
     """
     needs_dn, needs_dweight = any(needs[:2]), [needs[2], needs[4]]
     n = dn = None
+    if needs_dn and up_weight is not None and not is_traced(halves[0]):
+        dn = _sum_of_products(*halves, gate_weight, up_weight)  # type: ignore[arg-type]
+    has_dn = dn is not None
     gradients: list[Tensor | None] = []
     for i, weight in enumerate((gate_weight, up_weight)):
         half, dweight, dbias = halves.pop(0), None, None
@@ -395,7 +399,7 @@ def input_gradients(
             n = None
         if needs[3 + 2 * i]:
             dbias = add_rows(sums[3 + 2 * i], half, dtypes[3 + 2 * i])
-        if needs_dn and half is not None:
+        if needs_dn and not has_dn and half is not None:
             # Into what the other gave: one rounding fewer than a sum of two products.
             weight = weight.to(half.dtype)
             dn = torch.mm(half, weight) if dn is None else dn.addmm_(half, weight)
@@ -406,6 +410,24 @@ def input_gradients(
         rest = offset, cast, None, needs[0], needs[1]
         dx, dnorm_weight = _norm_bwd(dn.view(x.shape), x, _row(norm_weight), rstd, dy, *rest)
     return [dx if needs[0] else None, dnorm_weight if needs[1] else None, *gradients]
+
+
+def _sum_of_products(dgate: Tensor, dup: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor | None:
+    """`dgate @ gate_weight + dup @ up_weight` where there is a kernel that writes it once, None where there is not."""
+    gate_weight, up_weight = gate_weight.to(dgate.dtype), up_weight.to(dgate.dtype)
+    if gate_weight.shape[1] % 8 or not can_sum_products(dgate, gate_weight, dup, up_weight):
+        return None
+
+    def together() -> Tensor:
+        dn = dgate.new_empty(dgate.shape[0], gate_weight.shape[1])
+        sum_products(dgate, gate_weight, dup, up_weight, None, dn, transposed=True)
+        return dn
+
+    def in_turn() -> Tensor:
+        return torch.mm(dgate, gate_weight).addmm_(dup, up_weight)
+
+    key = "dn", next_power_of_2(dgate.shape[0]), *gate_weight.shape, dgate.dtype
+    return take(key, {"one product after the other": in_turn, "both products at once": together}, dgate.device)
 
 
 # ---- autograd ----

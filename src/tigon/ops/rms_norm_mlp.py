@@ -325,7 +325,8 @@ def rms_norm_mlp(
               dtypes, norm and product in backward again. The gradient of the norm is added up in one product after the
               other, that of `x` in fp32 with the residual's.
     Choice:   as in `rms_norm_glu`; in backward between one kernel for the gradient of the product and what `glu` makes
-              of it, and a product of torch with the backward of `glu` after it.
+              of it, and a product of torch with the backward of `glu` after it; and between one product for the
+              gradient of the norm and two, of which the second adds to the first.
     Memory:   saves `x`, 4 bytes a row, and gate and up unless `recompute`; neither norm nor product nor a cast weight.
               Backward needs one tensor of the size of the product, for its gradient and then for itself, and after it
               the norm and its gradient; the gradients of gate and up are written over them. With `max_rows` all of

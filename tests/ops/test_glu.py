@@ -293,13 +293,15 @@ def test_compiles_with_dynamic_shapes(packed: bool, device: torch.device) -> Non
 
 def test_contiguous_tensors_become_one_row() -> None:
     x = torch.empty(3, 4, 5)
-    (row,) = _as_matrices(x)
-    assert row.shape == (1, 60)
-    first, second = _as_matrices(*torch.empty(3, 4, 10).chunk(2, -1))
-    assert first.shape == second.shape == (12, 5)
+    (row,), _, *size = _as_matrices(x)
+    assert row is x
+    assert size == [1, 60]
+    (first, second), strides, *size = _as_matrices(*torch.empty(3, 4, 10).chunk(2, -1))
+    assert size == [*first.shape] == [*second.shape] == [12, 5]
+    assert strides == [10, 10]
     assert first.stride() == second.stride() == (10, 1)
     long = torch.empty(4, _MAX_COLS // 2, device="meta")
-    assert _as_matrices(long)[0].shape == long.shape
+    assert _as_matrices(long)[1:] == ([long.stride(0)], *long.shape)
 
 
 @pytest.mark.parametrize("num_cols", [0, 1, 5, 64, 1000, 1024, 14336, _MAX_COLS])

@@ -186,8 +186,19 @@ def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any, constants: dict[
 
 def as_rows(x: Tensor) -> Tensor:
     """`x` as `[M, N]` with unit column stride; a view where the strides allow it, else a copy."""
+    if x.dim() == 2 and x.stride()[1] == 1:
+        return x
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def rows_of(x: Tensor) -> tuple[Tensor, int, int]:
+    """What `as_rows` gives, number of rows, elements between them; `x` itself where it is contiguous, of any axes."""
+    if x.is_contiguous() and x.numel():
+        num_cols = x.shape[-1]
+        return x, x.numel() // num_cols, num_cols
+    rows = as_rows(x)
+    return rows, rows.shape[0], rows.stride(0)
 
 
 def column_groups(x: Tensor, group_size: int | None) -> tuple[int, int]:

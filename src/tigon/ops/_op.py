@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from ._device import constant_while_compiling, why_no_kernels
+from ._triton import INTERPRETED
 
 logger = logging.getLogger("tigon")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,6 +71,55 @@ def op(*, reference: Callable[..., Any], supports: Callable[..., list[str]]) -> 
 def is_traced(t: Tensor | None) -> bool:
     """True while a compiler records the call, and for the stand-ins that it records with."""
     return torch.compiler.is_compiling() or type(t) not in _PLAIN_TENSORS
+
+
+# Calls whose arguments were checked and go to kernels. Sizes that never come again must not pile up.
+_accepted: set[tuple[Any, ...]] = set()
+_MAX_ACCEPTED = 4096
+
+
+def call_key(name: str, tensors: tuple[Tensor | None, ...], *options: Any) -> tuple[Any, ...] | None:
+    """What the checks of a call and the choice of its backend depend on, where they look at nothing else.
+
+    Not at the values of tensors, nor at whether gradients are wanted; such checks stay outside. None where nothing may
+    be remembered: while a compiler traces, and for tensor subclasses.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    key = [name, _backend, options]
+    for t in tensors:
+        if t is None:
+            key.append(None)
+        elif type(t) in _PLAIN_TENSORS:
+            key += (t.shape, t.dtype, t.device)
+        else:
+            return None
+    return tuple(key)
+
+
+def is_accepted(key: tuple[Any, ...] | None) -> bool:
+    """Whether a call with this key passed all checks before and went to kernels, as this one then does."""
+    try:
+        return key is not None and key in _accepted
+    except TypeError:
+        # An option that cannot be hashed: its check says what is wrong with it.
+        return False
+
+
+def accept(key: tuple[Any, ...] | None, first: Tensor) -> None:
+    """The call of this key, with the tensor `first`, passed all checks and goes to kernels."""
+    # Elsewhere kernels are never run; tests pretend that they were.
+    if key is not None and (first.device.type in ("cuda", "xpu") or INTERPRETED):
+        if len(_accepted) >= _MAX_ACCEPTED:
+            _accepted.clear()
+        _accepted.add(key)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, in eager without its search for tensors that a finished `torch.func` left behind."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def as_output(y: Tensor, like: Tensor) -> Tensor:
@@ -151,7 +201,11 @@ def once_differentiable(backward: F) -> F:
                 "tigon's fused operators have no second derivative (create_graph=True); call the plain reference, "
                 "for example tigon.ops.rms_norm_reference, to get one"
             )
-        device = next((t.device.type for t in upstream if t is not None), "cpu")
+        device = "cpu"
+        for t in upstream:
+            if t is not None:
+                device = t.device.type
+                break
         if torch.compiler.is_compiling() or autocast_dtype(device) is None:
             return backward(ctx, *upstream)
         # The dtypes were chosen in forward; a backward called inside autocast must not choose again.

@@ -29,12 +29,7 @@ _KNOWS = None not in (_use_count, _keeps_graph, _saving_hooks)
 def save_for_reuse(ctx: Any, *tensors: Tensor | None, others: tuple[Tensor | None, ...] = ()) -> None:
     """`ctx.save_for_backward(*tensors, *others)`; `claim` can tell in backward who else holds memory of `tensors`."""
     ctx.is_spent = False
-    ctx.may_reuse = (
-        _KNOWS
-        and not is_traced(tensors[0])
-        and _saving_hooks(True) is None  # type: ignore[misc]
-        and all(_is_private(t) for t in tensors if t is not None)
-    )
+    ctx.may_reuse = _KNOWS and not is_traced(tensors[0]) and _saving_hooks(True) is None  # type: ignore[misc]
     if ctx.may_reuse:
         _sole_holder()
         # autograd would save the caller's own tensor object; an alias makes every other holder a reference more.

@@ -18,6 +18,7 @@ Source: Milakov & Gimelshein 2018, arXiv:1805.02867 (online softmax); Szegedy et
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,7 +27,17 @@ from torch import Tensor
 from . import _op
 from ._check import require, require_floating, require_number, require_one_of, require_same_device
 from ._launch import launch, next_power_of_2
-from ._op import define, is_traced, once_differentiable, op, runs_reference
+from ._op import (
+    accept,
+    apply,
+    call_key,
+    define,
+    is_accepted,
+    is_traced,
+    once_differentiable,
+    op,
+    runs_reference,
+)
 from ._reuse import claim, save_for_reuse
 from ._tl import tanh
 from ._triton import tl, triton
@@ -315,9 +326,31 @@ def _cross_entropy_kernel(
             tl.store(dlogits_ptr + c, dz * slope, mask=mask)
 
 
+@triton.jit
+def _sum_rows_kernel(
+    ce_ptr, labels_ptr, loss_ptr, divisor_ptr, num_rows, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program: the sum of the losses of all rows, divided by the number of those not ignored or by 1."""
+    rows = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    count = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, num_rows, BLOCK):
+        mask = start + rows < num_rows
+        total += tl.load(ce_ptr + start + rows, mask=mask, other=0.0)
+        if MEAN:
+            labels = tl.load(labels_ptr + start + rows, mask=mask, other=0)
+            count += (mask & (labels != ignore_index)).to(tl.float32)
+    divisor = tl.sum(count, axis=0)
+    # Without a valid label the sum is 0 itself.
+    divisor = tl.maximum(divisor, 1.0)
+    tl.store(divisor_ptr, divisor)
+    tl.store(loss_ptr, tl.sum(total, axis=0) / divisor)
+
+
 # ---- operators ----
 
 
+@functools.cache
 def _blocks(num_cols: int, has_statistics: bool, has_gradient: bool, has_options: bool) -> tuple[int, int]:
     """BLOCK_V and num_warps, measured on an H200 at 8192 x 128256 (MEASURED.md).
 
@@ -337,6 +370,8 @@ def _row_layout(x: Tensor) -> tuple[Tensor, int, int, int]:
 
     Two levels hold all but the last token of each sequence without a copy; three or more are copied.
     """
+    if x.is_contiguous():
+        return x, 1, x.shape[-1], 0
     levels: list[tuple[int, int]] = []
     for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if levels and stride == levels[-1][0] * levels[-1][1]:
@@ -446,9 +481,39 @@ def _fake_fwd(
 def _fwd(
     logits: Tensor, labels: Tensor, class_weight: Tensor | None, z_loss: float, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ce, squares, stats = _fake_fwd(logits, labels, class_weight, z_loss)
+    ce = torch.empty_like(labels, dtype=torch.float32, memory_format=torch.contiguous_format)
+    squares = torch.empty_like(ce) if z_loss else ce.new_empty(0)
+    stats = ce.new_empty((*labels.shape, 2))
     launch_rows(logits, labels, class_weight, ce, squares, stats, None, None, None, z_loss, *options)
     return ce, squares, stats
+
+
+def _fake_sum(ce: Tensor, labels: Tensor, ignore_index: int, mean: bool) -> tuple[Tensor, Tensor]:
+    return ce.new_empty(()), ce.new_empty(())
+
+
+@define("cross_entropy_sum(Tensor ce, Tensor labels, int ignore_index, bool mean) -> (Tensor, Tensor)", fake=_fake_sum)
+def _sum(ce: Tensor, labels: Tensor, ignore_index: int, mean: bool) -> tuple[Tensor, Tensor]:
+    """The loss and what it was divided by, in one launch where torch needs six."""
+    loss = ce.new_empty(())
+    divisor = torch.empty_like(loss)
+    num_rows = ce.numel()
+    block = max(128, min(4096, next_power_of_2(num_rows)))
+    # One program also without a row: the sum is 0.
+    launch(
+        _sum_rows_kernel,
+        (1,),
+        ce,
+        labels.contiguous(),
+        loss,
+        divisor,
+        num_rows,
+        ignore_index,
+        MEAN=mean,
+        BLOCK=block,
+        num_warps=4 if block <= 1024 else 8,
+    )
+    return loss, divisor
 
 
 def _fake_bwd(logits: Tensor, *_: Any) -> Tensor:
@@ -477,6 +542,17 @@ def _bwd(
 # ---- autograd ----
 
 
+def _gradients(ctx: Any, dce: Tensor, dsquares: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    if not ctx.needs_input_grad[0]:
+        return None, None, None, None
+    logits, *saved = ctx.saved_tensors
+    if not is_traced(dce) and claim(ctx, logits)[0]:
+        # A program has read a block of its row before it writes the same block.
+        launch_rows(logits, saved[0], saved[1], None, None, saved[2], dce, dsquares, logits, *ctx.options)
+        return logits, None, None, None
+    return _bwd(logits, *saved, dce, dsquares, *ctx.options), None, None, None
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -490,14 +566,24 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dce: Tensor, dsquares: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        logits, *saved = ctx.saved_tensors
-        if not is_traced(dce) and claim(ctx, logits)[0]:
-            # A program has read a block of its row before it writes the same block.
-            launch_rows(logits, saved[0], saved[1], None, None, saved[2], dce, dsquares, logits, *ctx.options)
-            return logits, None, None, None
-        return _bwd(logits, *saved, dce, dsquares, *ctx.options), None, None, None
+        return _gradients(ctx, dce, dsquares)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """The sum over the rows, or their mean, with the sum in the same operator: in eager, where launches take time."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, options: tuple[Any, ...], mean: bool) -> Tensor:
+        ce, _, stats = _fwd(logits, labels, None, *options)
+        loss, ctx.divisor = _sum(ce, labels, options[1], mean)
+        save_for_reuse(ctx, logits, others=(labels, None, stats))
+        ctx.options, ctx.mean = options, mean
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dloss / ctx.divisor if ctx.mean else dloss)
 
 
 # ---- public ----
@@ -619,15 +705,22 @@ def cross_entropy(
     Source: Milakov & Gimelshein 2018, arXiv:1805.02867; z-loss: Chowdhery et al. 2022, arXiv:2204.02311.
     """
     name = "cross_entropy"
-    require_floating(name, logits=logits)
-    require(logits.dim() >= 1, name, "logits", "at least one axis", "a scalar")
-    rows, num_classes = logits.shape[:-1], logits.shape[-1]
-    require_options(
-        name, labels, rows, num_classes, label_smoothing, softcap, class_weight, reduction, num_items, z_loss
-    )
-    require_same_device(name, logits=logits, labels=labels, class_weight=class_weight)
-    labels = checked_labels(name, labels, num_classes, ignore_index)
-    if runs_reference(name, logits, labels):
+    key = None
+    if num_items is None:
+        checked = ignore_index, label_smoothing, z_loss, softcap, reduction
+        has_gradient = getattr(class_weight, "requires_grad", False)
+        key = call_key(name, (logits, labels, class_weight), *checked, has_gradient)
+    is_known = is_accepted(key)
+    if not is_known:
+        require_floating(name, logits=logits)
+        require(logits.dim() >= 1, name, "logits", "at least one axis", "a scalar")
+        rows, num_classes = logits.shape[:-1], logits.shape[-1]
+        require_options(
+            name, labels, rows, num_classes, label_smoothing, softcap, class_weight, reduction, num_items, z_loss
+        )
+        require_same_device(name, logits=logits, labels=labels, class_weight=class_weight)
+    labels = checked_labels(name, labels, logits.shape[-1], ignore_index)
+    if not is_known and runs_reference(name, logits, labels):
         return cross_entropy_reference(
             logits,
             labels,
@@ -640,7 +733,14 @@ def cross_entropy(
             num_items=num_items,
             return_z_loss=return_z_loss,
         )
-    out = _CrossEntropy.apply(logits, labels, class_weight, (z_loss, ignore_index, label_smoothing, softcap))
+    if not is_known:
+        accept(key, logits)
+    options = z_loss, ignore_index, label_smoothing, softcap
+    is_plain = not z_loss and num_items is None and class_weight is None and not is_traced(logits)
+    if is_plain and reduction != "none" and labels.numel() < 2**30:
+        loss = apply(_SummedCrossEntropy, logits, labels, options, reduction == "mean")
+        return CrossEntropyOutput(loss, torch.zeros_like(loss)) if return_z_loss else loss
+    out = apply(_CrossEntropy, logits, labels, class_weight, options)
     ce, squares = out if z_loss else (out, None)
     divisors = mean_divisors(labels, class_weight, ignore_index, num_items, ce.dtype) if reduction == "mean" else None
     return reduce_rows(ce, squares, divisors, reduction, return_z_loss)

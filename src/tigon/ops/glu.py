@@ -18,8 +18,9 @@ Source: Shazeer 2020, arXiv:2002.05202.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,7 +30,17 @@ from torch import Tensor
 from . import _tl
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._launch import as_rows, cdiv, launch, next_power_of_2
-from ._op import define, is_traced, once_differentiable, op, runs_reference
+from ._op import (
+    accept,
+    apply,
+    call_key,
+    define,
+    is_accepted,
+    is_traced,
+    once_differentiable,
+    op,
+    runs_reference,
+)
 from ._reuse import claim, save_for_reuse
 from ._triton import tl, triton
 
@@ -281,26 +292,35 @@ _TILE = 1024
 _MAX_COLS = 2**31 - _TILE
 
 
+@functools.cache
 def _blocks(num_cols: int) -> tuple[int, int]:
     """BLOCK_M, BLOCK_N."""
     block_n = min(next_power_of_2(num_cols), _TILE)
     return _TILE // block_n, block_n
 
 
-def _as_matrices(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of one shape or empty as `[M, N]` with unit column stride, as one long row where all are contiguous.
+def _as_matrices(*tensors: Tensor) -> tuple[Sequence[Tensor], list[int], int, int]:
+    """Tensors of one shape or empty as matrices with unit column stride: with row strides, and size of the last.
 
-    One long row has no row ends, so odd widths neither waste lanes nor break the alignment of vector loads.
+    Contiguous ones, as they are, for one long row: that has no row ends, so odd widths neither waste lanes nor break
+    the alignment of vector loads.
     """
-    if tensors[0].numel() <= _MAX_COLS and all(t.is_contiguous() for t in tensors):
-        return [t.view(1, t.numel()) for t in tensors]
-    return [as_rows(t) for t in tensors]
+    if tensors[0].numel() > _MAX_COLS or False in [t.is_contiguous() for t in tensors]:
+        rows = [as_rows(t) for t in tensors]
+        return rows, [t.stride(0) for t in rows], *rows[-1].shape
+    return tensors, [0] * len(tensors), 1, tensors[-1].numel()
 
 
 def _fake_fwd(gate: Tensor, up: Tensor | None, *_: Any) -> Tensor:
     if up is None:
         return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+def _like(gate: Tensor, up: Tensor) -> Tensor:
+    """What `_fake_fwd` gives for two tensors, with less to do for the host."""
+    dtype = gate.dtype if gate.dtype is up.dtype else torch.promote_types(gate.dtype, up.dtype)
+    return torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 _OPTIONS = (
@@ -311,7 +331,7 @@ _OPTIONS = (
 
 @define(f"glu_fwd(Tensor gate, Tensor? up, {_OPTIONS}) -> Tensor", fake=_fake_fwd)
 def _fwd(gate: Tensor, up: Tensor | None, *options: Any) -> Tensor:
-    y = _fake_fwd(gate, up)
+    y = _like(gate, up) if up is not None else _fake_fwd(gate, up)
     fill_fwd(gate, up, y, *options)
     return y
 
@@ -331,10 +351,10 @@ def fill_fwd(
 ) -> None:
     """Writes `y`, which is contiguous."""
     if interleaved:
-        (gate,), up = _as_matrices(gate), None
+        (gate, _), (gate_stride, _), num_rows, num_cols = _as_matrices(gate, y)
+        up, up_stride = None, 0
     else:
-        gate, up = _as_matrices(*_split(gate, up, gate_first))
-    num_rows, num_cols = gate.shape[0], gate.shape[1] // (2 if interleaved else 1)
+        (gate, up), (gate_stride, up_stride), num_rows, num_cols = _as_matrices(*_split(gate, up, gate_first))
     block_m, block_n = _blocks(num_cols)
     launch(
         _glu_fwd_kernel,
@@ -342,8 +362,8 @@ def fill_fwd(
         gate,
         up,
         y,
-        gate.stride(0),
-        0 if up is None else up.stride(0),
+        gate_stride,
+        up_stride,
         num_rows,
         num_cols,
         limit,
@@ -418,14 +438,15 @@ def fill_bwd(
     if up is None:
         needs_dup = needs_dgate
     if interleaved:
-        gate, dy, dgate = _as_matrices(gate, dy, dgate)
-        up = dup = None
+        (gate, dgate, dy), strides, num_rows, num_cols = _as_matrices(gate, dgate, dy)
+        up, dup = None, None
+        gate_stride, dgate_stride, dy_stride, up_stride, dup_stride = *strides, 0, 0
     else:
         if up is None:
             dgate, dup = _split(dgate, None, gate_first)
         gate, up = _split(gate, up, gate_first)
-        gate, up, dy, dgate, dup = _as_matrices(gate, up, dy, dgate, dup)
-    num_rows, num_cols = dy.shape
+        (gate, up, dgate, dup, dy), strides, num_rows, num_cols = _as_matrices(gate, up, dgate, dup, dy)
+        gate_stride, up_stride, dgate_stride, dup_stride, dy_stride = strides
     block_m, block_n = _blocks(num_cols)
     launch(
         _glu_bwd_kernel,
@@ -435,11 +456,11 @@ def fill_bwd(
         dy,
         dgate,
         dup,
-        gate.stride(0),
-        0 if up is None else up.stride(0),
-        dy.stride(0),
-        dgate.stride(0),
-        0 if dup is None else dup.stride(0),
+        gate_stride,
+        up_stride,
+        dy_stride,
+        dgate_stride,
+        dup_stride,
         num_rows,
         num_cols,
         limit,
@@ -463,6 +484,10 @@ def fill_bwd(
 # ---- autograd ----
 
 
+def _gradient_of(x: Tensor, needed: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
+
+
 class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, *options: Any) -> Tensor:
@@ -479,8 +504,8 @@ class _GLU(torch.autograd.Function):
             dgate, dup = _bwd(dy, gate, up, needs_dgate, needs_dup, *ctx.options)
         else:
             takes_gate, takes_up = claim(ctx, gate, up)
-            dgate = gate if takes_gate else gate.new_empty(gate.shape if needs_dgate else (0,))
-            dup = up if up is None or takes_up else up.new_empty(up.shape if needs_dup else (0,))
+            dgate = gate if takes_gate else _gradient_of(gate, needs_dgate)
+            dup = up if up is None or takes_up else _gradient_of(up, needs_dup)
             fill_bwd(dy, gate, up, dgate, dup, needs_dgate, needs_dup, *ctx.options)
         return (dgate if needs_dgate else None, dup if needs_dup else None, *[None] * len(ctx.options))
 
@@ -550,22 +575,25 @@ def _glu(
     gate_scale: float = 1.0,
     up_offset: float = 0.0,
 ) -> Tensor:
-    require_inputs(name, gate, up, gate_first, interleaved)
-    if runs_reference(name, gate, up):
-        return glu_reference(
-            gate,
-            up,
-            activation=activation,
-            gate_first=gate_first,
-            interleaved=interleaved,
-            limit=limit,
-            limit_on=limit_on,
-            alpha=alpha,
-            gate_scale=gate_scale,
-            up_offset=up_offset,
-        )
+    key = call_key(name, (gate, up), gate_first, interleaved)
+    if not is_accepted(key):
+        require_inputs(name, gate, up, gate_first, interleaved)
+        if runs_reference(name, gate, up):
+            return glu_reference(
+                gate,
+                up,
+                activation=activation,
+                gate_first=gate_first,
+                interleaved=interleaved,
+                limit=limit,
+                limit_on=limit_on,
+                alpha=alpha,
+                gate_scale=gate_scale,
+                up_offset=up_offset,
+            )
+        accept(key, gate)
     options = activation, gate_first, interleaved, limit, limit_on, alpha, gate_scale, up_offset
-    return _GLU.apply(gate, up, *kernel_options(*options))
+    return apply(_GLU, gate, up, *kernel_options(*options))
 
 
 @op(reference=glu_reference, supports=_supports)

@@ -16,6 +16,7 @@ Source: Ba et al. 2016, arXiv:1607.06450; Chan et al. 1979 (joining the statisti
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from ._check import require, require_floating, require_same_device
 from ._device import num_sms
-from ._launch import as_rows, cdiv, launch, next_power_of_2, pipeline_stages
-from ._op import define, once_differentiable, op, runs_reference
+from ._launch import cdiv, launch, next_power_of_2, pipeline_stages, rows_of
+from ._op import accept, apply, call_key, define, is_accepted, once_differentiable, op, runs_reference
 from ._partials import sum_partials
 from ._triton import tl, triton
 
@@ -290,6 +291,7 @@ _WIDE_FWD_BLOCK = 8192
 _MAX_ROWS = 256
 
 
+@functools.cache
 def _fwd_blocks(num_cols: int) -> tuple[int, int, int]:
     """BLOCK_M, BLOCK_N, num_warps: 16 elements a thread of four warps or more, and 32 of wide rows (MEASURED.md)."""
     block_n = next_power_of_2(num_cols)
@@ -298,6 +300,7 @@ def _fwd_blocks(num_cols: int) -> tuple[int, int, int]:
     return min(max(1, 2048 // block_n), _MAX_ROWS), block_n, max(4, min(8, block_n // 512), block_n // 1024)
 
 
+@functools.cache
 def _bwd_blocks(num_cols: int) -> tuple[int, int, int, int]:
     """BLOCK_M, BLOCK_N, num_warps, programs per multiprocessor of the persistent backward.
 
@@ -320,9 +323,11 @@ def _fake_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
     fake=_fake_fwd,
 )
 def _fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    y, mean, rstd = _fake_fwd(x, weight, bias, eps)
-    x_rows = as_rows(x)
-    num_rows, num_cols = x_rows.shape
+    y = torch.empty_like(x, dtype=_out_dtype(x, weight, bias), memory_format=torch.contiguous_format)
+    mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    rstd = torch.empty_like(mean)
+    num_cols = x.shape[-1]
+    x_rows, num_rows, x_stride = rows_of(x)
     block_m, block_n, num_warps = _fwd_blocks(num_cols)
     launch(
         _layer_norm_fwd_kernel,
@@ -333,7 +338,7 @@ def _fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> t
         y,
         mean,
         rstd,
-        x_rows.stride(0),
+        x_stride,
         num_rows,
         num_cols,
         eps,
@@ -381,8 +386,8 @@ def _bwd(
     needs_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dw, db = _fake_bwd(dy, x, weight, bias, mean, rstd, needs_dx, needs_dw, needs_db)
-    x_rows, dy_rows = as_rows(x), as_rows(dy)
-    num_rows, num_cols = x_rows.shape
+    num_cols = x.shape[-1]
+    (x_rows, num_rows, x_stride), (dy_rows, _, dy_stride) = rows_of(x), rows_of(dy)
     wide = next_power_of_2(num_cols) > _MAX_BWD_BLOCK
     block_m, block_n, num_warps, per_sm = (4, 512, 4, 1) if wide else _bwd_blocks(num_cols)
     num_programs = min(cdiv(num_rows, block_m), num_sms(x.device) * per_sm)
@@ -398,8 +403,8 @@ def _bwd(
             dy_rows,
             dx,
             partial,
-            x_rows.stride(0),
-            dy_rows.stride(0),
+            x_stride,
+            dy_stride,
             num_rows,
             num_cols,
             HAS_WEIGHT=weight is not None,
@@ -422,8 +427,8 @@ def _bwd(
                 rstd,
                 dy_rows,
                 dx,
-                x_rows.stride(0),
-                dy_rows.stride(0),
+                x_stride,
+                dy_stride,
                 num_cols,
                 HAS_WEIGHT=weight is not None,
                 BLOCK_N=4096,
@@ -438,8 +443,8 @@ def _bwd(
                 rstd,
                 dy_rows,
                 partial,
-                x_rows.stride(0),
-                dy_rows.stride(0),
+                x_stride,
+                dy_stride,
                 num_rows,
                 num_cols,
                 NEEDS_DW=needs_dw,
@@ -508,14 +513,18 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
     name = "layer_norm"
-    require_floating(name, x=x, weight=weight, bias=bias)
-    require(x.dim() >= 1, name, "x", "at least one axis", "a scalar")
-    for argument, t in (("weight", weight), ("bias", bias)):
-        if t is not None:
-            require(t.shape == x.shape[-1:], name, argument, f"shape {tuple(x.shape[-1:])}", tuple(t.shape))
-    require_same_device(name, x=x, weight=weight, bias=bias)
-    if runs_reference(name, x, weight, bias):
-        return layer_norm_reference(x, weight, bias, eps=eps)
+    key = call_key(name, (x, weight, bias))
+    if not is_accepted(key):
+        require_floating(name, x=x, weight=weight, bias=bias)
+        require(x.dim() >= 1, name, "x", "at least one axis", "a scalar")
+        for argument, t in (("weight", weight), ("bias", bias)):
+            if t is not None:
+                require(t.shape == x.shape[-1:], name, argument, f"shape {tuple(x.shape[-1:])}", tuple(t.shape))
+        require_same_device(name, x=x, weight=weight, bias=bias)
+        if runs_reference(name, x, weight, bias):
+            return layer_norm_reference(x, weight, bias, eps=eps)
+        accept(key, x)
     # The kernels read one row of each, which is nothing beside x.
-    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
-    return _LayerNorm.apply(x, weight, bias, eps)
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    return apply(_LayerNorm, x, weight, bias, eps)

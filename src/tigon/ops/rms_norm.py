@@ -16,6 +16,7 @@ Source: Zhang & Sennrich 2019, arXiv:1910.07467.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._device import num_sms
-from ._launch import as_rows, cdiv, column_groups, launch, next_power_of_2, pipeline_stages
-from ._op import define, once_differentiable, op, runs_reference
+from ._launch import cdiv, column_groups, launch, next_power_of_2, pipeline_stages, rows_of
+from ._op import accept, apply, call_key, define, is_accepted, once_differentiable, op, runs_reference
 from ._partials import sum_partials
 from ._triton import tl, triton
 
@@ -360,6 +361,7 @@ _MAX_FWD_BLOCK = 16384
 _MAX_BWD_BLOCK = 8192
 
 
+@functools.cache
 def _fwd_blocks(num_cols: int) -> tuple[int, int, int]:
     """BLOCK_M, BLOCK_N, num_warps: 16 elements a thread, four warps or more (MEASURED.md)."""
     block_n = min(next_power_of_2(num_cols), _MAX_FWD_BLOCK)
@@ -367,6 +369,7 @@ def _fwd_blocks(num_cols: int) -> tuple[int, int, int]:
     return block_m, block_n, min(16, block_m * block_n // 512)
 
 
+@functools.cache
 def _bwd_blocks(num_cols: int) -> tuple[int, int, int, int]:
     """BLOCK_M, BLOCK_N, num_warps, programs per multiprocessor of the persistent backward.
 
@@ -406,11 +409,16 @@ def _fwd(
     cast: str,
     group_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, s, rstd = _fake_fwd(x, weight, residual, eps, offset, cast, group_size)
-    x_rows = as_rows(x)
-    residual_rows = None if residual is None else as_rows(residual)
-    num_rows = x_rows.shape[0]
     num_groups, num_cols = column_groups(x, group_size)
+    x_rows, num_rows, x_stride = rows_of(x)
+    residual_rows, residual_stride, s = None, 0, None
+    if residual is not None:
+        residual_rows, _, residual_stride = rows_of(residual)
+        s_dtype = torch.promote_types(x.dtype, residual.dtype)
+        s = torch.empty_like(x, dtype=s_dtype, memory_format=torch.contiguous_format)
+    y_dtype = _out_dtype(x if s is None else s, weight, cast)
+    y = torch.empty_like(x, dtype=y_dtype, memory_format=torch.contiguous_format)
+    rstd = x.new_empty((*x.shape[:-1], num_groups), dtype=torch.float32)
     block_m, block_n, num_warps = _fwd_blocks(num_cols)
     launch(
         _rms_norm_fwd_kernel,
@@ -421,8 +429,8 @@ def _fwd(
         y,
         s,
         rstd,
-        x_rows.stride(0),
-        0 if residual_rows is None else residual_rows.stride(0),
+        x_stride,
+        residual_stride,
         num_rows,
         num_cols,
         num_groups,
@@ -436,7 +444,7 @@ def _fwd(
         BLOCK_N=block_n,
         num_warps=num_warps,
     )
-    return y, s, rstd
+    return y, x.new_empty(0) if s is None else s, rstd
 
 
 def _fake_bwd(
@@ -473,17 +481,14 @@ def _bwd(
     needs_dw: bool,
 ) -> tuple[Tensor, Tensor]:
     ds, dw = _fake_bwd(dy, s, weight, rstd, ds_out, offset, cast, group_size, needs_ds, needs_dw)
-    s_rows, dy_rows = as_rows(s), as_rows(dy)
-    ds_out_rows = None if ds_out is None else as_rows(ds_out)
-    ds_out_stride = 0 if ds_out_rows is None else ds_out_rows.stride(0)
-    num_rows = s_rows.shape[0]
+    (s_rows, num_rows, s_stride), (dy_rows, _, dy_stride) = rows_of(s), rows_of(dy)
+    ds_out_rows, _, ds_out_stride = (None, 0, 0) if ds_out is None else rows_of(ds_out)
     num_groups, num_cols = column_groups(s, group_size)
     wide = next_power_of_2(num_cols) > _MAX_BWD_BLOCK
     block_m, block_n, num_warps, per_sm = (4, 512, 4, 1) if wide else _bwd_blocks(num_cols)
     num_programs = min(cdiv(num_rows, block_m), cdiv(num_sms(s.device) * per_sm, num_groups))
     partial = s.new_empty((num_programs, num_groups * num_cols) if needs_dw else (0,), dtype=torch.float32)
-    staged = (s_rows, dy_rows) if ds_out_rows is None else (s_rows, dy_rows, ds_out_rows)
-    bytes_a_tile = block_m * block_n * sum(t.element_size() for t in staged)
+    bytes_a_pair = s.element_size() + dy.element_size() + (0 if ds_out is None else ds_out.element_size())
     if not wide:
         launch(
             _rms_norm_bwd_kernel,
@@ -495,8 +500,8 @@ def _bwd(
             ds_out_rows,
             ds,
             partial,
-            s_rows.stride(0),
-            dy_rows.stride(0),
+            s_stride,
+            dy_stride,
             ds_out_stride,
             num_rows,
             num_cols,
@@ -509,7 +514,7 @@ def _bwd(
             NEEDS_DW=needs_dw,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            STAGES=pipeline_stages(bytes_a_tile),
+            STAGES=pipeline_stages(block_m * block_n * bytes_a_pair),
             num_warps=num_warps,
         )
     else:
@@ -523,8 +528,8 @@ def _bwd(
                 dy_rows,
                 ds_out_rows,
                 ds,
-                s_rows.stride(0),
-                dy_rows.stride(0),
+                s_stride,
+                dy_stride,
                 ds_out_stride,
                 num_cols,
                 num_groups,
@@ -543,8 +548,8 @@ def _bwd(
                 rstd,
                 dy_rows,
                 partial,
-                s_rows.stride(0),
-                dy_rows.stride(0),
+                s_stride,
+                dy_stride,
                 num_rows,
                 num_cols,
                 num_groups,
@@ -657,19 +662,22 @@ def rms_norm(
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
     """
     name = "rms_norm"
-    require_floating(name, x=x, weight=weight, residual=residual)
-    require_scale(name, x, weight, offset, cast)
-    if group_size is not None:
-        divides = group_size > 0 and x.shape[-1] % group_size == 0
-        require(divides, name, "group_size", f"a divisor of {x.shape[-1]}", group_size)
-    if residual is not None:
-        require(residual.shape == x.shape, name, "residual", f"shape {tuple(x.shape)}", tuple(residual.shape))
-    require_same_device(name, x=x, weight=weight, residual=residual)
-    if runs_reference(name, x, weight, residual=residual):
-        return rms_norm_reference(
-            x, weight, eps=eps, offset=offset, cast=cast, residual=residual, group_size=group_size
-        )
+    key = call_key(name, (x, weight, residual), offset, cast, group_size)
+    if not is_accepted(key):
+        require_floating(name, x=x, weight=weight, residual=residual)
+        require_scale(name, x, weight, offset, cast)
+        if group_size is not None:
+            divides = group_size > 0 and x.shape[-1] % group_size == 0
+            require(divides, name, "group_size", f"a divisor of {x.shape[-1]}", group_size)
+        if residual is not None:
+            require(residual.shape == x.shape, name, "residual", f"shape {tuple(x.shape)}", tuple(residual.shape))
+        require_same_device(name, x=x, weight=weight, residual=residual)
+        if runs_reference(name, x, weight, residual=residual):
+            return rms_norm_reference(
+                x, weight, eps=eps, offset=offset, cast=cast, residual=residual, group_size=group_size
+            )
+        accept(key, x)
     # The kernels read one row of weights, which is nothing beside x.
     weight = None if weight is None else weight.contiguous()
-    out = _RMSNorm.apply(x, weight, residual, eps, offset, cast, group_size)
+    out = apply(_RMSNorm, x, weight, residual, eps, offset, cast, group_size)
     return out if residual is None else NormResidual(*out)

@@ -24,6 +24,7 @@ Source: Su et al. 2021, arXiv:2104.09864; Wang et al. 2024, arXiv:2409.12191 (se
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._launch import cdiv, launch, next_power_of_2
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import accept, apply, call_key, define, is_accepted, once_differentiable, op, runs_reference
 from ._tl import load_pairs, store_pairs
 from ._triton import tl, triton
 
@@ -291,6 +292,7 @@ _MAX_HEAD_DIM = 2048
 _BLOCK_H, _STAGES = 4, 3
 
 
+@functools.cache
 def _blocks(half: int, rest: int) -> tuple[int, int, int]:
     """BLOCK_T, BLOCK_R, BLOCK_REST: 512 pairs a head, 8 for each thread of two warps (MEASURED.md).
 
@@ -304,10 +306,11 @@ def _blocks(half: int, rest: int) -> tuple[int, int, int]:
 def _storage_order(x: Tensor) -> list[int]:
     """Axes of `x` from the outermost in memory to the innermost, which is always the last."""
     order: list[int] = []
+    strides = x.stride()
     # Sorted by hand: the compiler traces comparisons of symbolic strides, but not `sorted` over them.
     for axis in range(3):
         at = len(order)
-        while at > 0 and x.stride(order[at - 1]) < x.stride(axis):
+        while at > 0 and strides[order[at - 1]] < strides[axis]:
             at -= 1
         order.insert(at, axis)
     return [*order, 3]
@@ -319,13 +322,14 @@ def _unit_columns(x: Tensor) -> Tensor:
 
 def _strides(x: Tensor, unsqueeze_dim: int) -> tuple[int, int, int]:
     """Strides of batch, heads and tokens."""
-    return x.stride(0), x.stride(unsqueeze_dim), x.stride(3 - unsqueeze_dim)
+    strides = x.stride()
+    return strides[0], strides[unsqueeze_dim], strides[3 - unsqueeze_dim]
 
 
 def _table_strides(table: Tensor) -> tuple[int, int, int]:
     """Strides of batch, 0 where one table serves all, tokens and columns."""
-    batch = table.stride(-3) if table.dim() >= 3 and table.shape[-3] > 1 else 0
-    return batch, table.stride(-2), table.stride(-1)
+    strides = table.stride()
+    return strides[-3] if len(strides) >= 3 and table.shape[-3] > 1 else 0, strides[-2], strides[-1]
 
 
 def _fake_rotate(
@@ -625,18 +629,31 @@ def rope(
     Source: Su et al. 2021, arXiv:2104.09864; Wang et al. 2024, arXiv:2409.12191 (sections).
     """
     name = "rope"
-    require_floating(name, q=q, k=k, cos=cos, sin=sin)
-    rotary = require_heads_and_tables(
-        name, q, k, cos, sin, layout, tables, unsqueeze_dim, position_ids=position_ids, sections=sections
-    )
-    if sections is not None:
-        sections = list(sections)
-        expected = f"up to four numbers of pairs, in sum {rotary // 2}"
-        valid = 0 < len(sections) <= 4 and all(isinstance(n, int) and n > 0 for n in sections)
-        require(valid and sum(sections) == rotary // 2, name, "sections", expected, sections)
-    require_same_device(name, q=q, k=k, cos=cos, sin=sin, position_ids=position_ids)
-    if runs_reference(name, q, k, cos, sin):
-        options = {"layout": layout, "tables": tables, "unsqueeze_dim": unsqueeze_dim, "inverse": inverse, "tail": tail}
-        return rope_reference(q, k, cos, sin, **options, position_ids=position_ids, sections=sections)
+    key = None
+    # On a CPU every call looks at the positions.
+    if sections is None and (position_ids is None or getattr(position_ids, "is_cuda", False)):
+        has_gradient = [torch.is_grad_enabled() and getattr(t, "requires_grad", False) for t in (cos, sin)]
+        key = call_key(name, (q, k, cos, sin, position_ids), layout, tables, unsqueeze_dim, *has_gradient)
+    if not is_accepted(key):
+        require_floating(name, q=q, k=k, cos=cos, sin=sin)
+        rotary = require_heads_and_tables(
+            name, q, k, cos, sin, layout, tables, unsqueeze_dim, position_ids=position_ids, sections=sections
+        )
+        if sections is not None:
+            sections = list(sections)
+            expected = f"up to four numbers of pairs, in sum {rotary // 2}"
+            valid = 0 < len(sections) <= 4 and all(isinstance(n, int) and n > 0 for n in sections)
+            require(valid and sum(sections) == rotary // 2, name, "sections", expected, sections)
+        require_same_device(name, q=q, k=k, cos=cos, sin=sin, position_ids=position_ids)
+        if runs_reference(name, q, k, cos, sin):
+            options = {
+                "layout": layout,
+                "tables": tables,
+                "unsqueeze_dim": unsqueeze_dim,
+                "inverse": inverse,
+                "tail": tail,
+            }
+            return rope_reference(q, k, cos, sin, **options, position_ids=position_ids, sections=sections)
+        accept(key, q)
     options = layout, tables, unsqueeze_dim, inverse, tail, sections
-    return _Rope.apply(q, k, cos, sin, position_ids, options)
+    return apply(_Rope, q, k, cos, sin, position_ids, options)

@@ -103,9 +103,14 @@ def test_checkpointing_and_clipping_reach_the_model(plan: Plan) -> None:
     assert clipped["losses"] != pytest.approx(plain["losses"], abs=1e-3)
 
 
-def test_running_out_of_memory_is_a_row(plan: Plan) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("tried to allocate"), RuntimeError("CUDA error: out of memory")],
+    ids=lambda error: type(error).__name__,
+)
+def test_running_out_of_memory_is_a_row(plan: Plan, error: RuntimeError) -> None:
     def fail(model: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     variant = Variant("native", fail)
     result = measure(plan, variant, _quiet)
@@ -113,6 +118,14 @@ def test_running_out_of_memory_is_a_row(plan: Plan) -> None:
     row = step.row_of(plan, variant, [result])
     assert (row.status, row.tokens_per_s, row.losses) == ("out of memory", 0.0, [])
     assert "out of memory" in step_rows.text_table([row])
+
+
+def test_other_errors_are_not_out_of_memory(plan: Plan) -> None:
+    def fail(model: Any) -> None:
+        raise RuntimeError("a shape is wrong")
+
+    with pytest.raises(RuntimeError, match="a shape is wrong"):
+        measure(plan, Variant("native", fail), _quiet)
 
 
 def test_changed_modules_are_counted() -> None:
@@ -342,10 +355,18 @@ def test_plots_are_written_for_each_case(tmp_path: Path) -> None:
         _row("tigon"),
         _row("liger", status="out of memory", losses=[], kinds_ms={}, tokens_per_s=0.0),
     ]
-    path = step_rows.plot(rows, tmp_path)
-    assert path.name == "step-small-1b-8x1024.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.with_suffix(".svg").read_text().startswith("<?xml")
+    paths = step_rows.plots([*rows, _row("native", seq=2048, attention="eager", text_seed=1)], tmp_path)
+    assert [path.name for path in paths] == [
+        "step-small-1b-8x1024.png",
+        "step-small-1b-8x1024.svg",
+        "step-small-1b-8x2048-eager-attention-text-1.png",
+        "step-small-1b-8x2048-eager-attention-text-1.svg",
+    ]
+    for path in paths:
+        assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
+    step_rows.write(rows, tmp_path)
+    assert cli.main(["bench", "step", "--plot", "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "nvidia-h200" / paths[0].name).read_bytes() == paths[0].read_bytes()
 
 
 def test_page_shows_the_committed_rows(tmp_path: Path) -> None:

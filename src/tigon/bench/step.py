@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import step_rows
+from . import step_rows, store
 from .step_rows import LongestRow, StepRow
 from .step_train import Plan, find_longest, measure
 from .step_variants import DEFAULT, VARIANTS, Variant
@@ -64,7 +64,9 @@ def add_arguments(commands: Any) -> None:
         "--max-context", action="store_true", help="instead: find the longest sequence, beginning with --seq"
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="for JSONL rows, for example benchmarks/results")
-    parser.add_argument("--plot", action="store_true", help="also draw them, a PNG and an SVG a model, beside the rows")
+    parser.add_argument(
+        "--plot", action="store_true", help="also draw them, a PNG and an SVG a model; without --model all in --output"
+    )
     parser.add_argument(
         "--readme", type=Path, metavar="FILE", help="measure nothing: rewrite the table in FILE from rows in --output"
     )
@@ -315,6 +317,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"wrote {arguments.readme}")
         return 0
 
+    if arguments.plot and arguments.model is None:
+        if arguments.output is None:
+            raise ValueError("bench: step: --plot: expected --output with the folder of the rows, got none")
+        for path in sorted(arguments.output.rglob(store.STEPS)):
+            for drawn in step_rows.plots(store.read(path, StepRow), path.parent):
+                print(f"wrote {drawn}")
+        return 0
+
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
@@ -327,7 +337,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.output is not None:
             written = [step_rows.write(rows, arguments.output)]
             if arguments.plot and not arguments.max_context:
-                written.append(step_rows.plot(rows, written[0].parent))
+                written += step_rows.plots(rows, written[0].parent)
     if rows:
         print("\n".join([step_rows.text_table(rows), *(f"wrote {path}" for path in written)]), flush=True)
     for name, reason in job.failed.items():

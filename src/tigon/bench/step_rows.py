@@ -279,8 +279,12 @@ _COLORS = {
 }
 
 
-def plot(rows: Sequence[StepRow], folder: Path) -> Path:
-    """Draw rows of one case: where the time goes, tokens/s and memory, losses. The PNG; an SVG is beside it."""
+def plots(rows: Sequence[StepRow], folder: Path) -> list[Path]:
+    """A PNG and an SVG for each case: where the time goes, tokens/s and memory, losses."""
+    return [path for found in _cases(rows) for path in _plot(found, folder)]
+
+
+def _plot(found: Sequence[StepRow], folder: Path) -> tuple[Path, Path]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -288,7 +292,6 @@ def plot(rows: Sequence[StepRow], folder: Path) -> Path:
     matplotlib.rcParams["svg.hashsalt"] = "tigon"
     import matplotlib.pyplot as plt
 
-    (found,) = _cases(rows)
     names = [row.implementation.replace("_", " ") for row in found]
     figure, (times, speed, losses) = plt.subplots(
         1, 3, figsize=(15, 4.4), layout="constrained", width_ratios=(1.15, 1, 1.15)
@@ -307,9 +310,11 @@ def plot(rows: Sequence[StepRow], folder: Path) -> Path:
     for axes in (speed, memory):
         axes.margins(y=0.12)
     speed.set_xticks(list(places), names, rotation=30, ha="right", fontsize=8)
-    for row, name in zip(found, names, strict=True):
+    for index, (row, name) in enumerate(zip(found, names, strict=True)):
         if row.losses:
-            losses.plot(range(1, len(row.losses) + 1), row.losses, label=name, linewidth=1.4, alpha=0.85)
+            # Thinner from line to line, so that those beneath are seen where all agree.
+            width = 4.0 - 3.0 * index / len(found)
+            losses.plot(range(1, len(row.losses) + 1), row.losses, label=name, linewidth=width)
     native = _of(found, NATIVE)
     if native is not None and native.losses:
         # A training that goes wrong must not flatten the others.
@@ -323,10 +328,11 @@ def plot(rows: Sequence[StepRow], folder: Path) -> Path:
     some = found[0]
     figure.suptitle(f"{_label(some)}, {some.dtype}, {some.gpu}", fontsize=11)
     path = folder / f"step-{_label(some).replace(' x ', 'x').replace(', ', '-').replace(' ', '-')}.png"
-    for target in (path, path.with_suffix(".svg")):
+    written = path, path.with_suffix(".svg")
+    for target in written:
         figure.savefig(target, dpi=130, **({"metadata": {"Date": None}} if target.suffix == ".svg" else {}))
     plt.close(figure)
-    return path
+    return written
 
 
 def _draw_times(axes: Any, rows: Sequence[StepRow], names: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import re
-import subprocess
 import threading
 import time
 import warnings
@@ -175,6 +174,12 @@ def free(plan: Plan) -> None:
         torch.cuda.empty_cache()
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also where not torch's allocator but a library or the driver has no memory left."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
+
+
 def _wait(plan: Plan) -> float:
     if plan.device == "cuda":
         torch.cuda.synchronize()
@@ -191,36 +196,27 @@ def _peaks(plan: Plan) -> dict[str, float]:
 
 
 class _Clock:
-    """The clock of the multiprocessors while it runs, in MHz, from nvidia-smi; 0 where that cannot be had."""
+    """The clock of the multiprocessors in MHz, read in a thread of its own while steps run; 0 where it cannot be."""
 
     def __init__(self, plan: Plan) -> None:
-        self.process, self.samples = None, []
-        if plan.device != "cuda":
-            return
-        uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
-        command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms", "100"]
-        with contextlib.suppress(OSError):
-            self.process = subprocess.Popen(
-                command + ([f"--id=GPU-{uuid}"] if uuid else []),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            threading.Thread(target=self._read, daemon=True).start()
+        self.samples: list[int] = []
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        if plan.device == "cuda":
+            self.thread.start()
 
     def _read(self) -> None:
-        for line in self.process.stdout:  # type: ignore[union-attr]
-            with contextlib.suppress(ValueError):
-                self.samples.append((time.perf_counter(), int(line)))
+        # Of a machine without NVML or its Python package; the times stand without a clock.
+        with contextlib.suppress(Exception):
+            while not self.ended.wait(0.05):
+                self.samples.append(torch.cuda.clock_rate())
 
-    def stop(self, since: float) -> int:
-        """Median of what was read after the moment `since`."""
-        if self.process is None:
-            return 0
-        self.process.terminate()
-        self.process.wait()
-        during = sorted(mhz for moment, mhz in self.samples if moment >= since)
-        return during[len(during) // 2] if during else 0
+    def stop(self) -> int:
+        """The median."""
+        self.ended.set()
+        if self.thread.is_alive():
+            self.thread.join(timeout=5)
+        return sorted(self.samples)[len(self.samples) // 2] if self.samples else 0
 
 
 def _profile(trainer: Trainer, batches: Tensor, step_ms: float) -> dict[str, float]:
@@ -245,7 +241,9 @@ def measure(plan: Plan, variant: Variant, say: Callable[[str], None]) -> dict[st
     where = environment(plan.command) | {"transformers": version_of("transformers")}
     try:
         return {"status": "ok", **_measured(plan, variant, say), **where}
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return {"status": "out of memory", "samples_ms": [], **_peaks(plan), **where}
 
 
@@ -266,7 +264,6 @@ def _measured(plan: Plan, variant: Variant, say: Callable[[str], None]) -> dict[
         # The steps before a capture belong on its stream: gradients are accumulated where they were made first.
         stream = torch.cuda.stream(own)
     with stream:
-        clock = _Clock(plan)
         started = _wait(plan)
         losses = [trainer.step(batches[0])]
         first_s = _wait(plan) - started
@@ -277,18 +274,22 @@ def _measured(plan: Plan, variant: Variant, say: Callable[[str], None]) -> dict[
                 trainer.capture(batches[index])
                 first_s += _wait(plan) - started
             losses.append(trainer.step(batches[index]))
-        begins = _wait(plan)
+        _wait(plan)
         before = _peaks(plan)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
+        clock = _Clock(plan)
         moments: list[Any] = [_mark(is_cuda)]
         for batch in batches[plan.warmup : plan.warmup + plan.steps]:
             losses.append(trainer.step(batch))
             moments.append(_mark(is_cuda))
         _wait(plan)
-        sm_mhz = clock.stop(begins)
+        sm_mhz = clock.stop()
         samples = [_between(a, b) for a, b in itertools.pairwise(moments)]
         peaks = _peaks(plan)
+        if variant.is_captured:
+            # A replay allocates nothing; what it needs is what the capture did.
+            peaks["peak_gib"] = before["peak_gib"]
         values = [round(float(loss), 5) for loss in losses]
         kinds: dict[str, float] = {}
         if plan.profile:
@@ -363,7 +364,9 @@ def find_longest(plan: Plan, variant: Variant, say: Callable[[str], None]) -> di
         trainer = Trainer(plan, variant)
         # The optimiser's state exists from here on.
         trainer.step(text_batches(Plan(plan.model, plan.batch, 16), trainer.vocab, 1)[0].to(plan.device))
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return {"longest": 0, "peaks_gib": {}, **where}
 
     def fits(length: int) -> float | None:
@@ -375,7 +378,9 @@ def find_longest(plan: Plan, variant: Variant, say: Callable[[str], None]) -> di
         try:
             trainer.step(batch)
             seconds = _wait(plan) - began
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             trainer.optimiser.zero_grad(set_to_none=True)
             say(f"{length} tokens: out of memory")
             return None

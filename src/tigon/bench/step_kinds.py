@@ -26,7 +26,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
     ("products", r"^triton_tem_.*mm"),
     (
         "loss",
-        r"cross_?entropy|nll_?loss|log_?softmax|anchored|label_logits|linear_log_probs|dlogits|element_mul_kernel"
+        r"cross_?entropy|nll_?loss|log_?softmax|softmax_online|anchored|label_logits|linear_log_probs|dlogits|element_mul_kernel"
         r"|^_(losses|flags|join|finish|predictions|is_one|scale_rows)_kernel",
     ),
     ("pointwise", r"^triton_(poi|red|per|for)_"),

@@ -159,8 +159,12 @@ _SMALL = 2**16
 
 
 def _owned(value: Any) -> Any:
-    if type(value) is Tensor and value.numel() <= _SMALL:
-        return value.detach().clone()
+    if type(value) is Tensor:
+        # Flat parameters that are spread over processes: the tensor's memory is taken away between uses.
+        if value.layout == torch.strided and not value.is_meta and value.untyped_storage().nbytes() < value.nbytes:
+            raise Refused("it holds a tensor whose memory is elsewhere")
+        if value.numel() <= _SMALL:
+            return value.detach().clone()
     return copy.copy(value) if type(value) in (list, dict, set) else value
 
 

@@ -1,4 +1,4 @@
-"""Two processes that share a model in the ways torch has: a step is that of the native model, with as many exchanges."""
+"""Two processes that share a model in the ways torch has: a step is as the native model's, with as many exchanges."""
 
 from __future__ import annotations
 

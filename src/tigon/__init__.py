@@ -5,10 +5,12 @@ __version__ = "0.1.0"
 import importlib
 from typing import Any
 
+from . import losses
 from .ops import (
     OPS,
     CrossEntropyOutput,
     LinearCrossEntropyOutput,
+    LinearDivergenceOutput,
     LogProbsOutput,
     ModulatedResidual,
     NormResidual,
@@ -23,6 +25,7 @@ from .ops import (
     kl_div,
     layer_norm,
     linear_cross_entropy,
+    linear_divergence,
     linear_log_probs,
     log_softmax,
     modulated_norm,
@@ -44,7 +47,9 @@ from .ops import (
 __all__ = [
     "OPS",
     "CrossEntropyOutput",
+    "KernelConfig",
     "LinearCrossEntropyOutput",
+    "LinearDivergenceOutput",
     "LogProbsOutput",
     "ModulatedResidual",
     "NormResidual",
@@ -61,12 +66,15 @@ __all__ = [
     "kl_div",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_log_probs",
     "log_softmax",
+    "losses",
     "modulated_norm",
     "patch",
     "patch_on_build",
     "qk_norm_rope",
+    "register_kernels",
     "rms_norm",
     "rms_norm_gated",
     "rms_norm_glu",
@@ -78,6 +86,7 @@ __all__ = [
     "swiglu",
     "tvd",
     "unpatch",
+    "unregister_kernels",
     "vocab_parallel_linear_cross_entropy",
     "why_not",
 ]
@@ -88,4 +97,6 @@ def __getattr__(name: str) -> Any:
     if name in ("Report", "patch", "patch_on_build", "unpatch"):
         module = importlib.import_module(".patch", __name__)
         return module if name == "patch" else getattr(module, name)
+    if name in ("KernelConfig", "register_kernels", "unregister_kernels"):
+        return getattr(importlib.import_module(".hub", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

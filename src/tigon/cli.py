@@ -389,6 +389,33 @@ def _empty_model(source: str) -> Any:
         raise ValueError(f"no model can be built from {source!r}: {type(error).__name__}: {reason}") from error
 
 
+# ---- hub ----
+
+
+def _add_hub(commands: Any) -> None:
+    parser = _add(
+        commands,
+        "hub",
+        _hub,
+        "the operators and layers as a repository for Hugging Face's `kernels` package",
+        "Write the operators, losses and layers into a folder that `kernels` loads, with a card, a benchmark and\n"
+        "tests; or say where this version has such a folder already.",
+        "  tigon hub export ./tigon-kernels\n  tigon hub path",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    exporting = actions.add_parser("export", help="write the repository into a folder")
+    exporting.add_argument("directory", metavar="DIR", help="folder to make; empty, or an earlier export with --force")
+    exporting.add_argument("--force", action="store_true", help="replace an earlier export")
+    actions.add_parser("path", help="print the folder of this version, which is made where there is none")
+
+
+def _hub(args: argparse.Namespace) -> int:
+    from . import hub
+
+    print(hub.repository() if args.action == "path" else hub.export(args.directory, force=args.force))
+    return 0
+
+
 # ---- bench ----
 
 
@@ -435,7 +462,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tigon {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_info, _add_check, _add_demo, _add_patch_report, _add_bench):
+    for add in (_add_info, _add_check, _add_demo, _add_patch_report, _add_hub, _add_bench):
         add(commands)
     return parser
 

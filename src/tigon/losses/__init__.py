@@ -2,6 +2,7 @@
 
 from ._pairs import KtoOutput, PreferenceOutput, cpo, dpo, kto, kto_kl, orpo, simpo
 from ._policy import PolicyOutput, grpo
+from .distillation import distill
 from .policy import TYPES as POLICY
 from .preference import CPO, DPO, KTO
 
@@ -14,6 +15,7 @@ __all__ = [
     "PolicyOutput",
     "PreferenceOutput",
     "cpo",
+    "distill",
     "dpo",
     "grpo",
     "kto",

@@ -32,7 +32,8 @@ class _PairTerms(NamedTuple):
         ref = torch.zeros_like(logs) if data["ref"] is None else data["ref"]
         (chosen, rejected), (ref_chosen, ref_rejected) = logs.chunk(2), ref.chunk(2)
         tokens = data["tokens"].chunk(2)  # type: ignore[union-attr]
-        scores = (DIVERGENCES[self.divergence](t, self.alpha) for t in (chosen - ref_chosen, rejected - ref_rejected))
+        score = DIVERGENCES[self.divergence]
+        scores = (score(t, self.alpha) for t in (chosen - ref_chosen, rejected - ref_rejected))
         clamped = (t.clamp(min=1) for t in tokens)
         has_tokens = (tokens[0] > 0) & (tokens[1] > 0)
         nll = -(log_probs * data["nll_share"]).sum(1).chunk(2)[0]  # type: ignore[operator]
@@ -65,7 +66,8 @@ class _KtoTerms(NamedTuple):
 
     def __call__(self, log_probs: Tensor, entropy: Tensor, data: Data) -> Tensor:
         score, is_wanted, kl = self.scores(log_probs, data), data["is_wanted"], data["kl"]
-        loss = KTO[self.loss_type](score, is_wanted, kl, self.beta)  # type: ignore[arg-type]
+        loss_of = KTO[self.loss_type]
+        loss = loss_of(score, is_wanted, kl, self.beta)  # type: ignore[arg-type]
         return (loss * data["share"]).sum()  # type: ignore[operator]
 
 

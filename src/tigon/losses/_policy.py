@@ -58,7 +58,8 @@ class _PolicyTerms(NamedTuple):
     def kl(self, t: Tokens, data: Data) -> Tensor:
         """Per token, as it enters the loss."""
         x = torch.where(t.mask, data["ref"] - t.log_probs, 0.0)  # type: ignore[operator]
-        kl = KL[self.options.kl](x)
+        estimate = KL[self.options.kl]
+        kl = estimate(x)
         return kl * t.ratio if self.options.kl_takes_ratio else kl
 
     def mask(self, entropy: Tensor, data: Data) -> Tensor:
@@ -69,7 +70,8 @@ class _PolicyTerms(NamedTuple):
     def __call__(self, log_probs: Tensor, entropy: Tensor, data: Data) -> Tensor:
         o = self.options
         t = self.tokens(log_probs, data)
-        term = TERMS[TYPES[o.loss_type].term](t, o)
+        term_of = TERMS[TYPES[o.loss_type].term]
+        term = term_of(t, o)
         if o.off_policy_threshold is not None:
             sampled = data["sampled"] if data["sampled"] is not None else data["old"]
             sampled = log_probs.detach() if sampled is None else sampled

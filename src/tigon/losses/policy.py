@@ -187,7 +187,7 @@ def off_policy_mask(
 ) -> Tensor:
     """False where a token has a negative advantage and its sequence has drifted: mean log-ratio above `most`.
 
-    DeepSeek-AI 2025, arXiv:2512.02556.   A sampler's NaN is no evidence.
+    Source: arXiv:2512.02556, section 3.1. A sampler's NaN is no evidence.
     """
     gap = torch.where(mask, sampler_log_probs - log_probs.detach(), 0.0).nan_to_num(nan=0.0)
     drift = gap.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)

@@ -8,6 +8,7 @@ from .glu_linear import glu_linear, glu_linear_reference
 from .group_norm import group_norm, group_norm_reference
 from .layer_norm import layer_norm, layer_norm_reference
 from .linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy, linear_cross_entropy_reference
+from .linear_divergence import LinearDivergenceOutput, linear_divergence, linear_divergence_reference
 from .linear_log_probs import LogProbsOutput, linear_log_probs, linear_log_probs_reference
 from .modulated_norm import ModulatedResidual, modulated_norm, modulated_norm_reference
 from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
@@ -28,6 +29,7 @@ __all__ = [
     "OPS",
     "CrossEntropyOutput",
     "LinearCrossEntropyOutput",
+    "LinearDivergenceOutput",
     "LogProbsOutput",
     "ModulatedResidual",
     "NormResidual",
@@ -52,6 +54,8 @@ __all__ = [
     "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "linear_divergence",
+    "linear_divergence_reference",
     "linear_log_probs",
     "linear_log_probs_reference",
     "log_softmax",

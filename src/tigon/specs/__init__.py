@@ -26,6 +26,7 @@ NAMES = (
     "linear_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
     "linear_log_probs",
+    "linear_divergence",
     "softmax",
     "log_softmax",
     "sparsemax",

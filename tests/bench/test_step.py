@@ -236,6 +236,9 @@ def _event(name: str, device: str = "CPU", us: float = 0.0, **fields: Any) -> An
     return types.SimpleNamespace(name=name, device_type=f"DeviceType.{device}", time_range=span, **{**usual, **fields})
 
 
+STEP = "Optimizer.step#SGD.step"
+
+
 def test_kernels_of_no_operator_are_counted_once() -> None:
     outer = _event("aten::linear", input_shapes=[[8, 1024, 2048], [], "x"])
     copy = types.SimpleNamespace(name=ELEMENTWISE, duration=300.0)
@@ -247,6 +250,11 @@ def test_kernels_of_no_operator_are_counted_once() -> None:
         _event("_glu_fwd_kernel", "CUDA", 50.0),
         _event("Optimizer.step#AdamW.step", "CUDA", 999.0, is_user_annotation=True),
         _event("ProfilerStep#1", "CUDA", 999.0),
+        # As some versions have it: not marked, and linked from the host's range.
+        _event(
+            "Optimizer.step#SGD.step", kernels=[types.SimpleNamespace(name="Optimizer.step#SGD.step", duration=999.0)]
+        ),
+        _event("Optimizer.step#SGD.step", "CUDA", 999.0),
     ]
     launches = list(launches_in(events, on_device=True))
     assert launches[0] == Launch(ELEMENTWISE, 0.3, ("aten::copy_", "aten::linear"), ((8, 1024, 2048),))

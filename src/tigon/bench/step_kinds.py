@@ -114,21 +114,30 @@ def _operators_of(event: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _is_on_host(event: Any) -> bool:
+    return str(event.device_type).rpartition(".")[2] in ("CPU", "cpu")
+
+
 def launches_in(events: Sequence[Any], on_device: bool) -> Iterator[Launch]:
     """What the events of a `torch.profiler` run computed, from `profile.events()` with recorded shapes.
 
     Kernels that no operator is known for (a CUDA graph's, a launcher's of its own) have only their names.
     """
     unknown: Counter[str] = Counter()
+    # A range around an optimiser's step, for example, is on the device under its own name, from first kernel to last.
+    ranges = {event.name for event in events if _is_on_host(event)}
     for event in events:
         if getattr(event, "is_user_annotation", False) or event.name.startswith("ProfilerStep"):
             continue
-        is_kernel = str(event.device_type).rpartition(".")[2] not in ("CPU", "cpu")
-        if is_kernel:
+        if not _is_on_host(event):
+            if event.name in ranges:
+                continue
             unknown[event.name] += event.time_range.elapsed_us()
         elif on_device:
             operators = _operators_of(event) if event.kernels else ()
             for kernel in event.kernels:
+                if kernel.name in ranges:
+                    continue
                 unknown[kernel.name] -= kernel.duration
                 yield Launch(kernel.name, kernel.duration * 1e-3, operators, _shapes_of(event))
         elif event.self_cpu_time_total > 0:

@@ -413,7 +413,7 @@ def test_other_functions_refuse_too() -> None:
         (lambda: losses.orpo(*call, nll_labels=conflict), "nll_labels"),
         (lambda: losses.kto(*call, torch.ones(6), reference_free=True, loss_type="bco"), "loss_type"),
         (lambda: losses.kto(*call, torch.ones(5), reference_free=True), "is_wanted"),
-        (lambda: losses.kto(*call, torch.ones(6), reference_free=True, kl=torch.ones(6)), "kl"),
+        (lambda: losses.kto(*call, torch.ones(6), reference_free=True, kl=torch.ones(5)), "kl"),
         (lambda: losses.kto(*call, torch.ones(6), reference_free=True, kl=1.0, loss_type="apo_zero_unpaired"), "kl"),
     ):
         with pytest.raises(ValueError, match=f": {error}: expected"):

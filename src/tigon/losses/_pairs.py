@@ -167,6 +167,13 @@ def _reference(
     return of_sequences(torch.where(labels != head.ignore_index, ref_log_probs, 0.0), data, averages)
 
 
+def _as_tensor(kl: float | Tensor, zero: Tensor) -> Tensor:
+    if not isinstance(kl, Tensor):
+        return zero + kl
+    kl = kl.detach().to(zero.device, zero.dtype)
+    return kl.reshape(()) if kl.numel() == 1 else kl
+
+
 def _mean(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
@@ -529,7 +536,7 @@ def kto(
     Args:
         hidden, labels: `[responses, T, D]` and `[responses, T]`.
         is_wanted: `[responses]` bool. A batch of one class is as good as any.
-        kl: reference point, scalar, see `kto_kl`; None is 0. Gets no gradient.
+        kl: reference point, see `kto_kl`: a scalar, or one a response; None is 0. Gets no gradient.
         loss_type: "kto" or "apo_zero_unpaired", which has no `kl`.
         wanted_weight, unwanted_weight: factors of the classes. They change no divisor.
         num_items: responses to divide by in place of those of this call.
@@ -554,7 +561,8 @@ def kto(
     check_rows(name, hidden, is_wanted=(is_wanted, [(num_responses,)]))
     check_count(name, "num_items", num_items)
     if isinstance(kl, Tensor):
-        require(kl.numel() == 1, name, "kl", "one element", f"shape {tuple(kl.shape)}")
+        is_fit = kl.numel() == 1 or tuple(kl.shape) == (num_responses,)
+        require(is_fit, name, "kl", f"one element or {num_responses}", f"shape {tuple(kl.shape)}")
     elif kl is not None:
         require_number(name, "kl", kl)
     zero = wide_zeros(head, hidden)
@@ -565,7 +573,7 @@ def kto(
         "tokens": valid.sum(1).to(zero.dtype),
         "is_wanted": is_wanted,
         "share": torch.where(is_wanted, zero + wanted_weight, zero + unwanted_weight) * factor,
-        "kl": zero if kl is None else torch.as_tensor(kl, device=zero.device).detach().to(zero.dtype).reshape(()),
+        "kl": zero if kl is None else _as_tensor(kl, zero),
     }
     data["ref"] = _reference(head, hidden, labels, data, average_log_probs, *reference)
     terms = _KtoTerms(loss_type, beta, average_log_probs)

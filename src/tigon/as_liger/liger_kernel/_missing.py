@@ -29,16 +29,17 @@ FEATURES = (
         " transformers.fused_ce_tvd transformers.fused_linear_jsd transformers.fused_linear_kl_div",
     ),
     Feature(
-        "no preference, policy and distillation losses with a projection",
-        "LigerFusedLinearCPOFunction LigerFusedLinearCPOLoss LigerFusedLinearCosineSimilarityFunction"
-        " LigerFusedLinearCosineSimilarityLoss LigerFusedLinearDPOFunction LigerFusedLinearDPOLoss"
-        " LigerFusedLinearDistillationBase LigerFusedLinearGRPOFunction LigerFusedLinearGRPOLoss"
-        " LigerFusedLinearJSDLoss LigerFusedLinearKTOFunction LigerFusedLinearKTOLoss LigerFusedLinearORPOFunction"
-        " LigerFusedLinearORPOLoss LigerFusedLinearPPOBase LigerFusedLinearPreferenceBase"
-        " LigerFusedLinearSimPOFunction LigerFusedLinearSimPOLoss LigerFusedLinearUnpairedPreferenceBase"
-        " clip_coef_fn get_gamma_weights k3_loss_fn sapo_loss_fn GrpoLossFunction fused_selective_log_softmax"
-        " triton_grpo_loss LigerORPOTrainer",
-        "chunked_loss ops.grpo_loss transformers.grpo_loss transformers.trainer",
+        "no bases to build chunked losses on, and no pieces of them: tigon.losses has functions of hidden states,"
+        " tigon.linear_log_probs what a loss of one's own needs",
+        "LigerFusedLinearDistillationBase LigerFusedLinearPPOBase LigerFusedLinearPreferenceBase"
+        " LigerFusedLinearUnpairedPreferenceBase clip_coef_fn get_gamma_weights k3_loss_fn sapo_loss_fn",
+        "chunked_loss.fused_linear_distillation chunked_loss.fused_linear_ppo chunked_loss.fused_linear_preference"
+        " chunked_loss.fused_linear_unpaired_preference",
+    ),
+    Feature(
+        "no policy losses of logits, and no trainers",
+        "GrpoLossFunction fused_selective_log_softmax triton_grpo_loss LigerORPOTrainer",
+        "ops.grpo_loss transformers.grpo_loss transformers.trainer",
     ),
     Feature(
         "not under this name; tigon.linear_log_probs has log-probabilities and entropies of rows",

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from .cosine_similarity_loss import LigerFusedLinearCosineSimilarityFunction
+from .cpo_loss import LigerFusedLinearCPOFunction
+from .dpo_loss import LigerFusedLinearDPOFunction
+from .grpo_loss import LigerFusedLinearGRPOFunction
+from .jsd_loss import LigerFusedLinearJSDFunction
+from .kto_loss import LigerFusedLinearKTOFunction
+from .orpo_loss import LigerFusedLinearORPOFunction
+from .simpo_loss import LigerFusedLinearSimPOFunction
+
+liger_fused_linear_orpo = LigerFusedLinearORPOFunction.apply
+liger_fused_linear_dpo = LigerFusedLinearDPOFunction.apply
+liger_fused_linear_jsd = LigerFusedLinearJSDFunction.apply
+liger_fused_linear_cosine = LigerFusedLinearCosineSimilarityFunction.apply
+liger_fused_linear_cpo = LigerFusedLinearCPOFunction.apply
+liger_fused_linear_simpo = LigerFusedLinearSimPOFunction.apply
+liger_fused_linear_kto = LigerFusedLinearKTOFunction.apply
+liger_fused_linear_grpo = LigerFusedLinearGRPOFunction.apply

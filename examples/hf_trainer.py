@@ -1,6 +1,9 @@
 """Train a patched model with the Trainer of transformers: one line more than without tigon.
 
-python examples/hf_trainer.py [--steps 30] [--text book.txt]
+    python examples/hf_trainer.py [--steps 30] [--text book.txt]
+    torchrun --nproc-per-node 2 examples/hf_trainer.py --fsdp
+
+With --fsdp accelerate shards the patched model with FSDP2, its layers as units; on a CPU it replicates it instead.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--text", type=Path, help="default: Python's language reference")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model, started by torchrun")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -57,6 +61,7 @@ def main() -> None:
     # This line is all there is to it.
     print(tigon.patch(model))
 
+    sharded = {"fsdp": True, "fsdp_config": {"fsdp_version": 2}} if args.fsdp else {}
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -70,6 +75,8 @@ def main() -> None:
             disable_tqdm=True,
             dataloader_pin_memory=torch.cuda.is_available(),
             seed=0,
+            use_cpu=not torch.cuda.is_available(),
+            **sharded,
         )
         trainer = Trainer(model=model, args=arguments, train_dataset=Windows(read(args.text), 128))
         trainer.train()

@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def run(name: str, *words: str) -> str:
+def run(name: str, *words: str, processes: int = 1) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "TIGON_"))}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), env.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *words], capture_output=True, text=True, env=env, timeout=600
-    )
+    start = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *start, str(ROOT / "examples" / name), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr, done.stderr
+    assert processes > 1 or "Warning" not in done.stderr, done.stderr
     return done.stdout
 
 
@@ -45,6 +45,23 @@ def test_hf_trainer() -> None:
     out = run("hf_trainer.py", "--steps", "6")
     losses = [float(x) for x in out.splitlines()[-1].removeprefix("losses ").split()]
     assert losses[-1] < losses[0] < 5.6
+
+
+def test_hf_trainer_in_two_processes() -> None:
+    out = run("hf_trainer.py", "--steps", "3", "--fsdp", processes=2)
+    # Both say the same mean.
+    first, second = (line for line in out.splitlines() if line.startswith("losses "))
+    assert first == second
+    losses = [float(x) for x in first.removeprefix("losses ").split()]
+    assert losses[-1] < losses[0] < 5.6
+
+
+def test_fsdp2() -> None:
+    out = run("fsdp2.py", "--steps", "6", processes=2)
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", out)]
+    assert losses[-1] < losses[0] < 5.7
+    assert "replaced 9 of 9 modules; loss: fused" in out
+    assert "21 tensors to save" in out
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

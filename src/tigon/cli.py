@@ -446,6 +446,38 @@ def _bench(args: argparse.Namespace) -> int:
         return _fail("bench", str(error).removeprefix("bench: "))
 
 
+# ---- memory ----
+
+
+def _add_memory(commands: Any) -> None:
+    from .bench.memory import add_arguments
+
+    parser = _add(
+        commands,
+        "memory",
+        _memory,
+        "what a training step of a model holds, native and patched, without a GPU",
+        "Run a training step with AdamW on tensors without memory, in each way to patch the model, and add up what is\n"
+        "alive: what is saved for backward, the peak, and which way fits. Exit status 1 when none does.\n"
+        "Needs tigon[hf].",
+        "  tigon memory config.json --batch 2 --seq 8192 --gpu-memory 80\n"
+        "  tigon memory config.json --seq 4096 --layers tigon_fused\n"
+        "  tigon memory config.json --gpu-memory 141 --max-context",
+    )
+    add_arguments(parser)
+
+
+def _memory(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("transformers") is None:
+        return _fail("memory", "needs transformers: pip install 'tigon[hf]'")
+    from .bench.memory import run
+
+    try:
+        return run(args)
+    except ValueError as error:
+        return _fail("memory", str(error).removeprefix("memory: "))
+
+
 # ---- the command ----
 
 
@@ -462,7 +494,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tigon {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_info, _add_check, _add_demo, _add_patch_report, _add_hub, _add_bench):
+    for add in (_add_info, _add_check, _add_demo, _add_patch_report, _add_hub, _add_bench, _add_memory):
         add(commands)
     return parser
 

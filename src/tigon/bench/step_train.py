@@ -137,13 +137,13 @@ class Trainer:
         tokens = batch.clone()
         graph = torch.cuda.CUDAGraph()
         free(self.plan)
-        with _masks_as_in_eager(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        with masks_as_in_eager(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             loss = self.step(tokens)
         self.graph = graph, tokens, loss
 
 
 @contextlib.contextmanager
-def _masks_as_in_eager() -> Iterator[None]:
+def masks_as_in_eager() -> Iterator[None]:
     """Have transformers find no packed sequences and need no mask, as a step outside a capture finds from the data.
 
     A capture cannot look at data, and transformers would then have attention read a mask that says what causal says.

@@ -16,7 +16,7 @@ from tigon import cli
 from tigon.bench import step, step_rows, store
 from tigon.bench.step_kinds import KINDS, Launch, Sizes, by_kind, kind_of, launches_in
 from tigon.bench.step_rows import LongestRow, StepRow
-from tigon.bench.step_train import Plan, build, longest, measure, text_batches, words_as_tokens
+from tigon.bench.step_train import Plan, attention_of, build, longest, measure, text_batches, words_as_tokens
 from tigon.bench.step_variants import DEFAULT, VARIANTS, Variant, num_changed
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +101,23 @@ def test_checkpointing_and_clipping_reach_the_model(plan: Plan) -> None:
     clipped = measure(dataclasses.replace(plan, profile=False, clip=1e-12), VARIANTS["native"], _quiet)
     assert clipped["losses"][0] == plain["losses"][0]
     assert clipped["losses"] != pytest.approx(plain["losses"], abs=1e-3)
+
+
+def test_attention_is_the_one_named(plan: Plan) -> None:
+    def asked(attention: str) -> tuple[str, bool, bool]:
+        named = dataclasses.replace(plan, attention=attention)
+        with attention_of(named):
+            return (
+                build(named).config._attn_implementation,
+                torch.backends.cuda.flash_sdp_enabled(),
+                torch.backends.cuda.cudnn_sdp_enabled(),
+            )
+
+    assert asked("sdpa") == ("sdpa", True, True)
+    assert asked("eager") == ("eager", True, True)
+    assert asked("cudnn") == ("sdpa", False, True)
+    assert asked("flash") == ("sdpa", True, False)
+    assert asked("efficient") == ("sdpa", False, False)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import step_rows, store
 from .step_rows import LongestRow, StepRow
-from .step_train import Plan, find_longest, measure
+from .step_train import ATTENTION, Plan, find_longest, measure
 from .step_variants import DEFAULT, VARIANTS, Variant
 from .timing import spread
 
@@ -53,7 +53,12 @@ def add_arguments(commands: Any) -> None:
         help="variants, comma-separated (default: %(default)s); those not installed are left out",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="default: sdpa")
+    parser.add_argument(
+        "--attention",
+        choices=ATTENTION,
+        default="sdpa",
+        help="torch's choice of fused attention, transformers' own in plain torch, or one of torch's (default: sdpa)",
+    )
     parser.add_argument("--lr", type=float, default=1e-4, metavar="X", help="learning rate of AdamW (default: 1e-4)")
     parser.add_argument("--clip", type=float, default=0.0, metavar="X", help="clip the norm of all gradients at X")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (default: 0)")

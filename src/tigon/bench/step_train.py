@@ -79,6 +79,19 @@ def text_batches(plan: Plan, vocab: int, count: int) -> Tensor:
 
 # ---- model ----
 
+# What torch's fused attention runs; "sdpa" leaves the choice to torch.
+ATTENTION = ("sdpa", "eager", "flash", "cudnn", "efficient")
+
+
+def attention_of(plan: Plan) -> Any:
+    """The context in which a plan's attention is the one that it names."""
+    if plan.attention in ("sdpa", "eager"):
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    named = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+    return sdpa_kernel(getattr(SDPBackend, named[plan.attention]))
+
 
 def build(plan: Plan) -> Any:
     """The model with random weights that depend on the seed alone, made on the device, in training mode."""
@@ -89,7 +102,9 @@ def build(plan: Plan) -> Any:
     torch.manual_seed(plan.seed)
     with torch.device(plan.device):
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, plan.dtype), attn_implementation=plan.attention
+            config,
+            dtype=getattr(torch, plan.dtype),
+            attn_implementation="eager" if plan.attention == "eager" else "sdpa",
         )
     model.train()
     if plan.checkpointing:
@@ -240,7 +255,8 @@ def measure(plan: Plan, variant: Variant, say: Callable[[str], None]) -> dict[st
     """
     where = environment(plan.command) | {"transformers": version_of("transformers")}
     try:
-        return {"status": "ok", **_measured(plan, variant, say), **where}
+        with attention_of(plan):
+            return {"status": "ok", **_measured(plan, variant, say), **where}
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -376,7 +392,8 @@ def find_longest(plan: Plan, variant: Variant, say: Callable[[str], None]) -> di
         began = _wait(plan)
         batch = text_batches(Plan(plan.model, plan.batch, length), trainer.vocab, 1)[0].to(plan.device)
         try:
-            trainer.step(batch)
+            with attention_of(plan):
+                trainer.step(batch)
             seconds = _wait(plan) - began
         except RuntimeError as error:
             if not is_out_of_memory(error):

@@ -6,12 +6,14 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.tigon-installed
 
-.PHONY: help setup demo test test-gpu zoo zoo-newest check fix clean
+.PHONY: help setup demo test test-gpu test-kernels test-kernels-newest zoo zoo-newest check fix clean
 
 help:
 	@echo "make demo        train a small model twice, native and patched, and draw the comparison"
 	@echo "make test        the tests that need no GPU"
 	@echo "make test-gpu    all tests on the GPU"
+	@echo "make test-kernels         the tests that need Hugging Face's kernels package"
+	@echo "make test-kernels-newest  the same with the newest transformers that kernels can be had for ($(NEWEST))"
 	@echo "make zoo         patch every language model of transformers, compare, write docs/architectures.md"
 	@echo "make zoo-newest  the same with the newest transformers, in an environment of its own ($(NEWEST))"
 	@echo "make check       lint, format, types, spelling"
@@ -33,6 +35,17 @@ test: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest --device cuda $(ARGS)
+
+# Apart: with kernels in use no model of transformers can be pickled, which other tests do.
+test-kernels: $(STAMP)
+	USE_HUB_KERNELS=YES $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/hub --ignore tests/hub/test_layers.py $(ARGS)
+
+# A release of transformers may ask for a release of kernels that is not there yet; pip then takes one before it.
+test-kernels-newest:
+	@sh tools/setup.sh "$(PYTHON)" "$(NEWEST)"
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check --quiet install --upgrade "transformers[kernels]"
+	$(NEWEST)/bin/python -c "import kernels, transformers as t; print('transformers', t.__version__, 'kernels', kernels.__version__)"
+	USE_HUB_KERNELS=YES $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/hub $(ARGS)
 
 zoo: $(STAMP)
 	$(BIN)/python -m tests.zoo --workers $(WORKERS) --table docs/architectures.md $(ARGS)

@@ -25,6 +25,8 @@ if os.environ["TIGON_TEST_DEVICE"] == "cpu":
 else:
     os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# With kernels no model of transformers can be pickled: theirs are a run of their own (`make test-kernels`).
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
 # Read when torch is loaded: the threads of two workers, and of the processes they start, share the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

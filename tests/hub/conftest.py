@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def load(folder: Path, **options: Any) -> Any:
 @pytest.fixture
 def tables() -> Iterator[None]:
     """Kernels that a test registered, and forwards that stand in place of functions, are gone after it."""
+    if os.environ["USE_HUB_KERNELS"] == "NO":
+        pytest.skip("needs USE_HUB_KERNELS=YES, as `make test-kernels` sets it")
     kernels = pytest.importorskip("kernels")
     if not transformers.utils.is_kernels_available():
         pytest.skip(f"transformers {transformers.__version__} does not take kernels {kernels.__version__}")

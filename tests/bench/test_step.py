@@ -267,6 +267,7 @@ def test_kernels_of_no_operator_are_counted_once() -> None:
         _event("_glu_fwd_kernel", "CUDA", 50.0),
         _event("Optimizer.step#AdamW.step", "CUDA", 999.0, is_user_annotation=True),
         _event("ProfilerStep#1", "CUDA", 999.0),
+        _event("Torch-Compiled Region: 0/0", "CUDA", 999.0),
         # As some versions have it: not marked, and linked from the host's range.
         _event(
             "Optimizer.step#SGD.step", kernels=[types.SimpleNamespace(name="Optimizer.step#SGD.step", duration=999.0)]
@@ -434,6 +435,15 @@ def test_wrong_options_are_named(
     assert "expected some of native" in error(*model, "--peers", "native,tiger", "--device", "cpu")
     assert "--readme: expected --output" in error("--readme", "x.md")
     assert "at least one that can run here" in error(*model, "--peers", "tigon_graph", "--device", "cpu")
+
+
+def test_command_of_a_row_says_all_that_was_asked_for(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    words = ["bench", "step", "--model", str(plan.model), "--device", "cpu", "--text-seed", "3", "--checkpointing"]
+    command = step.plan_of(cli.build_parser().parse_args(words)).command
+    assert command.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True tigon bench step --model ")
+    assert command.endswith("--text-seed 3 --checkpointing")
 
 
 def test_peers_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,9 @@ def add_arguments(commands: Any) -> None:
 # ---- what is asked for ----
 
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
 def plan_of(arguments: argparse.Namespace) -> Plan:
     """Check the options.
 
@@ -126,7 +129,15 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    words = ["tigon bench step", f"--model {arguments.model}", f"--batch {arguments.batch}", f"--seq {arguments.seq}"]
+    # What the allocator is told decides how much fits.
+    told = [f"{name}={os.environ[name]}" for name in _ALLOCATOR if os.environ.get(name)]
+    words = [
+        *told,
+        "tigon bench step",
+        f"--model {arguments.model}",
+        f"--batch {arguments.batch}",
+        f"--seq {arguments.seq}",
+    ]
     words += [f"--steps {arguments.steps}", f"--warmup {arguments.warmup}", f"--peers {arguments.peers}"]
     others = {"rounds": 1, "dtype": "bfloat16", "attention": "sdpa", "lr": 1e-4, "clip": 0.0, "seed": 0, "text_seed": 0}
     words += [

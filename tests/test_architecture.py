@@ -19,6 +19,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "tigon"
 RANK = {
     "_ops": 0,
     "_progress": 0,
+    "_warmup": 2,
     "ops": 1,
     "losses": 2,
     "layers": 2,

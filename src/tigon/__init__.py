@@ -88,6 +88,7 @@ __all__ = [
     "unpatch",
     "unregister_kernels",
     "vocab_parallel_linear_cross_entropy",
+    "warmup",
     "why_not",
 ]
 
@@ -99,4 +100,6 @@ def __getattr__(name: str) -> Any:
         return module if name == "patch" else getattr(module, name)
     if name in ("KernelConfig", "register_kernels", "unregister_kernels"):
         return getattr(importlib.import_module(".hub", __name__), name)
+    if name == "warmup":
+        return importlib.import_module("._warmup", __name__).warmup
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,6 +40,8 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _readers: dict[tuple[Any, ...], tuple[_Reader | None, Any]] = {}
 # By what a reader found: launcher, function, metadata, constants in their order, and the kernel, which must stay alive.
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...], Any]] = {}
+# Called with each kernel that is remembered for a new kind of call: compiled, or loaded from Triton's cache.
+listeners: list[Callable[[Any], None]] = []
 # Whether kernels are remembered; None until the first launch on a GPU.
 _remembers: bool | None = None
 
@@ -182,6 +184,8 @@ def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any, constants: dict[
         _compiled.clear()
     tail = tuple(constants.get(p.name, p.default) for p in kernel.params[num_args:])
     _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, tail, compiled
+    for listener in listeners:
+        listener(kernel)
 
 
 def as_rows(x: Tensor) -> Tensor:

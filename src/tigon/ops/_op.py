@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -115,9 +116,22 @@ def accept(key: tuple[Any, ...] | None, first: Tensor) -> None:
         _accepted.add(key)
 
 
+# torch 2.13 cannot trace two calls of one operator with a float that it takes for dynamic, as dynamic=True makes it.
+_FIXES_FLOATS = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2]) >= (2, 13)
+
+
+def _fixed(value: Any) -> Any:
+    """`value` with its floats, an eps or a factor, as constants of the graph that a compiler makes."""
+    if isinstance(value, float):
+        return torch.fx.experimental.symbolic_shapes.guard_scalar(value)
+    return tuple(_fixed(v) for v in value) if isinstance(value, tuple) else value
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, in eager without its search for tensors that a finished `torch.func` left behind."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
+        return function.apply(*[_fixed(a) for a in args]) if _FIXES_FLOATS else function.apply(*args)
+    if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ._check import require, require_floating, require_number, require_one_of, require_same_device
 from ._launch import as_rows, launch, next_power_of_2
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import apply, define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 from .cross_entropy import mean_divisors, wide_dtype
 
@@ -512,7 +512,7 @@ def _divergence(
     num_items: float | Tensor | None,
 ) -> Tensor:
     labels = None if labels is None else labels.long()
-    losses = _Divergence.apply(x, y, labels, (form, float(beta), ignore_index, reduction == "none"))
+    losses = apply(_Divergence, x, y, labels, (form, float(beta), ignore_index, reduction == "none"))
     return _reduced(losses, x.shape, reduction, labels, ignore_index, num_items)
 
 

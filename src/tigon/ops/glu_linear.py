@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._check import require, require_floating, require_same_device
-from ._op import as_output, define, is_traced, once_differentiable, op, runs_reference
+from ._op import apply, as_output, define, is_traced, once_differentiable, op, runs_reference
 from ._projection import matmul_dtype
 from ._reuse import claim, save_for_reuse
 from .glu import _OPTIONS, LimitOn, fill_bwd, glu_reference, kernel_options, require_inputs, require_options
@@ -241,4 +241,4 @@ def glu_linear(
             up_offset=up_offset,
         )
     options = activation, gate_first, interleaved, limit, limit_on, alpha, gate_scale, up_offset
-    return _GLULinear.apply(gate, up, weight, bias, dtype, *kernel_options(*options))
+    return apply(_GLULinear, gate, up, weight, bias, dtype, *kernel_options(*options))

@@ -25,7 +25,7 @@ from torch import Tensor
 from ._check import require, require_floating, require_same_device
 from ._device import num_sms
 from ._launch import as_rows, cdiv, launch, next_power_of_2
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import apply, define, once_differentiable, op, runs_reference
 from ._partials import sum_partials
 from ._triton import tl, triton
 
@@ -685,4 +685,4 @@ def group_norm(
         return group_norm_reference(x, num_groups, weight, bias, eps=eps)
     # The kernels read one row of each, which is nothing beside x.
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
-    return _GroupNorm.apply(x, num_groups, weight, bias, eps)
+    return apply(_GroupNorm, x, num_groups, weight, bias, eps)

@@ -35,7 +35,7 @@ from ._modulated_norm_kernels import (
     _modulated_norm_bwd_sums_kernel,
     _modulated_norm_fwd_kernel,
 )
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import apply, define, once_differentiable, op, runs_reference
 from ._partials import sum_partials
 from .layer_norm import _MAX_ROWS, _fwd_blocks
 
@@ -545,5 +545,5 @@ def modulated_norm(
     scale, shift, gate = (_modulation_rows(t, x, by_token) for _, t in modulations)
     # The kernels read one row of weights, which is nothing beside x.
     weight = None if weight is None else weight.contiguous()
-    out = _ModulatedNorm.apply(x, scale, shift, weight, residual, gate, by_token, norm == "layer", eps)
+    out = apply(_ModulatedNorm, x, scale, shift, weight, residual, gate, by_token, norm == "layer", eps)
     return out if residual is None else ModulatedResidual(*out)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._launch import cdiv, launch, next_power_of_2, pipeline_stages
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import apply, define, once_differentiable, op, runs_reference
 from ._partials import sum_partials
 from ._tl import load_pairs, store_pairs
 from ._triton import tl, triton
@@ -678,4 +678,4 @@ def qk_norm_rope(
     if q_weight is not None and k_weight is not None:
         # The kernels read one row of weights, which is nothing beside q.
         q_weight, k_weight = q_weight.contiguous(), k_weight.contiguous()
-    return _QKNormRope.apply(q, k, q_weight, k_weight, cos, sin, eps, offset, cast, layout, tables, unsqueeze_dim)
+    return apply(_QKNormRope, q, k, q_weight, k_weight, cos, sin, eps, offset, cast, layout, tables, unsqueeze_dim)

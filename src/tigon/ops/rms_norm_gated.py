@@ -26,7 +26,7 @@ from torch import Tensor
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._device import num_sms
 from ._launch import as_rows, cdiv, column_groups, launch, next_power_of_2, pipeline_stages
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import apply, define, once_differentiable, op, runs_reference
 from ._partials import sum_partials
 from ._triton import tl, triton
 from .glu import ACTIVATIONS
@@ -607,4 +607,4 @@ def rms_norm_gated(
         )
     # The kernels read one row of weights, which is nothing beside x.
     weight = weight.contiguous()
-    return _RMSNormGated.apply(x, weight, gate, eps, activation, norm_before_gate, group_size, offset, cast)
+    return apply(_RMSNormGated, x, weight, gate, eps, activation, norm_before_gate, group_size, offset, cast)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ._check import require, require_floating, require_one_of, require_same_device
 from ._device import num_sms
 from ._launch import as_rows, cdiv, launch, next_power_of_2, pipeline_stages
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import apply, define, once_differentiable, op, runs_reference
 from ._partials import sum_partials
 from ._triton import tl, triton
 from .rms_norm import CASTS, Cast, NormResidual, _normalised, _out_dtype, _rounded, rms_norm, rms_norm_reference
@@ -419,4 +419,4 @@ def sandwich_norm(
         return rms_norm(p, pre_weight, eps=eps, offset=offset, cast=cast, residual=residual)  # type: ignore[return-value]
     # The kernels read one row of weights, which is nothing beside x.
     weights = post_weight.contiguous(), pre_weight.contiguous()
-    return NormResidual(*_SandwichNorm.apply(x, weights[0], residual, weights[1], eps, offset, cast))
+    return NormResidual(*apply(_SandwichNorm, x, weights[0], residual, weights[1], eps, offset, cast))

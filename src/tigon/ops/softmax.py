@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ._check import require, require_floating
 from ._launch import as_rows, cdiv, launch, next_power_of_2, pipeline_stages
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import apply, define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 
 # ---- reference ----
@@ -269,7 +269,7 @@ def softmax(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     dtype = _checked_dtype("softmax", x, dtype)
     if runs_reference("softmax", x, dtype=dtype):
         return softmax_reference(x, dtype=dtype)
-    return _Softmax.apply(x, dtype, False)
+    return apply(_Softmax, x, dtype, False)
 
 
 @op(reference=log_softmax_reference, supports=_supports)
@@ -297,4 +297,4 @@ def log_softmax(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     dtype = _checked_dtype("log_softmax", x, dtype)
     if runs_reference("log_softmax", x, dtype=dtype):
         return log_softmax_reference(x, dtype=dtype)
-    return _Softmax.apply(x, dtype, True)
+    return apply(_Softmax, x, dtype, True)

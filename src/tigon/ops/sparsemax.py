@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ._check import require, require_floating
 from ._launch import as_rows, cdiv, launch, next_power_of_2
-from ._op import define, once_differentiable, op, runs_reference
+from ._op import apply, define, once_differentiable, op, runs_reference
 from ._triton import tl, triton
 from .cross_entropy import wide_dtype
 
@@ -304,4 +304,4 @@ def sparsemax(x: Tensor) -> Tensor:
     require(x.shape[-1] >= 1, "sparsemax", "x", "at least one column", tuple(x.shape))
     if runs_reference("sparsemax", x):
         return sparsemax_reference(x)
-    return _Sparsemax.apply(x)
+    return apply(_Sparsemax, x)

@@ -267,6 +267,7 @@ def test_kernels_of_no_operator_are_counted_once() -> None:
         _event("_glu_fwd_kernel", "CUDA", 50.0),
         _event("Optimizer.step#AdamW.step", "CUDA", 999.0, is_user_annotation=True),
         _event("ProfilerStep#1", "CUDA", 999.0),
+        _event("Torch-Compiled Region: 0/0"),
         _event("Torch-Compiled Region: 0/0", "CUDA", 999.0),
         # As some versions have it: not marked, and linked from the host's range.
         _event(

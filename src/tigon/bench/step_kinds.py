@@ -92,9 +92,6 @@ def by_kind(launches: Iterable[Launch], sizes: Sizes, num_steps: int, wall_ms: f
     return {kind: round(total[kind], 4) for kind in KINDS}
 
 
-_RANGES = ("ProfilerStep", "Optimizer.", "Torch-Compiled Region", "## Call")
-
-
 def _shapes_of(event: Any) -> tuple[tuple[int, ...], ...]:
     """Of the operator or of the nearest around it that says any."""
     while event is not None:

@@ -60,6 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item in items if "cuda" in item.keywords])
+        items[:] = [item for item in items if "cuda" not in item.keywords]
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from tigon import cli
 from tigon.bench import step, step_rows, store
 from tigon.bench.step_kinds import KINDS, Launch, Sizes, by_kind, kind_of, launches_in
 from tigon.bench.step_rows import LongestRow, StepRow
-from tigon.bench.step_train import Plan, attention_of, build, longest, measure, text_batches, words_as_tokens
+from tigon.bench.step_train import Plan, Trainer, attention_of, build, longest, measure, text_batches, words_as_tokens
 from tigon.bench.step_variants import DEFAULT, VARIANTS, Variant, num_changed
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,9 @@ TINY = {
 def plan(tmp_path: Path) -> Plan:
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(TINY))
-    return Plan(path, batch=2, seq=24, steps=3, dtype="float32", lr=1e-2, device="cpu", command="tigon bench step")
+    return Plan(
+        path, batch=2, seq=24, steps=3, dtype="float32", lr=1e-2, ramp=3, device="cpu", command="tigon bench step"
+    )
 
 
 def _quiet(text: str) -> None:
@@ -101,6 +103,15 @@ def test_checkpointing_and_clipping_reach_the_model(plan: Plan) -> None:
     clipped = measure(dataclasses.replace(plan, profile=False, clip=1e-12), VARIANTS["native"], _quiet)
     assert clipped["losses"][0] == plain["losses"][0]
     assert clipped["losses"] != pytest.approx(plain["losses"], abs=1e-3)
+
+
+def test_the_rate_rises_to_the_one_given(plan: Plan) -> None:
+    trainer = Trainer(plan, VARIANTS["native"])
+    rates = []
+    for batch in text_batches(plan, 199, 4):
+        trainer.step(batch)
+        rates.append(trainer.optimiser.param_groups[0]["lr"])
+    assert rates == pytest.approx([plan.lr / 3, 2 * plan.lr / 3, plan.lr, plan.lr])
 
 
 def test_attention_is_the_one_named(plan: Plan) -> None:

@@ -59,7 +59,10 @@ def add_arguments(commands: Any) -> None:
         default="sdpa",
         help="torch's choice of fused attention, transformers' own in plain torch, or one of torch's (default: sdpa)",
     )
-    parser.add_argument("--lr", type=float, default=1e-4, metavar="X", help="learning rate of AdamW (default: 1e-4)")
+    parser.add_argument("--lr", type=float, default=5e-5, metavar="X", help="learning rate of AdamW (default: 5e-5)")
+    parser.add_argument(
+        "--ramp", type=int, default=20, metavar="N", help="steps in which that rate is reached (default: %(default)s)"
+    )
     parser.add_argument("--clip", type=float, default=0.0, metavar="X", help="clip the norm of all gradients at X")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (default: 0)")
     parser.add_argument("--text-seed", type=int, default=0, metavar="N", help="of the order of the text (default: 0)")
@@ -95,7 +98,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         raise ValueError("bench: step: --model: expected a configuration file, got none")
     if not arguments.model.is_file():
         raise ValueError(f"bench: step: --model: no file {arguments.model}")
-    for name, least in (("batch", 1), ("seq", 2), ("steps", 1), ("warmup", 3), ("rounds", 1)):
+    for name, least in (("batch", 1), ("seq", 2), ("steps", 1), ("warmup", 3), ("rounds", 1), ("ramp", 1)):
         if getattr(arguments, name) < least:
             raise ValueError(f"bench: step: --{name}: expected at least {least}, got {getattr(arguments, name)}")
     if importlib.util.find_spec("transformers") is None:
@@ -119,6 +122,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         dtype=arguments.dtype,
         attention=arguments.attention,
         lr=arguments.lr,
+        ramp=arguments.ramp,
         clip=arguments.clip,
         seed=arguments.seed,
         text_seed=arguments.text_seed,
@@ -139,7 +143,16 @@ def _command(arguments: argparse.Namespace) -> str:
         f"--seq {arguments.seq}",
     ]
     words += [f"--steps {arguments.steps}", f"--warmup {arguments.warmup}", f"--peers {arguments.peers}"]
-    others = {"rounds": 1, "dtype": "bfloat16", "attention": "sdpa", "lr": 1e-4, "clip": 0.0, "seed": 0, "text_seed": 0}
+    others = {
+        "rounds": 1,
+        "dtype": "bfloat16",
+        "attention": "sdpa",
+        "lr": 5e-5,
+        "ramp": 20,
+        "clip": 0.0,
+        "seed": 0,
+        "text_seed": 0,
+    }
     words += [
         f"--{name.replace('_', '-')} {getattr(arguments, name)}"
         for name, usual in others.items()

@@ -39,7 +39,8 @@ class Plan:
     checkpointing: bool = False
     dtype: str = "bfloat16"
     attention: str = "sdpa"
-    lr: float = 1e-4
+    lr: float = 5e-5
+    ramp: int = 20
     clip: float = 0.0
     seed: int = 0
     text_seed: int = 0
@@ -127,18 +128,26 @@ class Trainer:
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.vocab = self.model.config.get_text_config().vocab_size
         self.called = torch.compile(self.model) if variant.is_compiled else self.model
-        self.optimiser = torch.optim.AdamW(
-            self.model.parameters(), lr=plan.lr, fused=True, capturable=variant.is_captured
-        )
+        # A graph reads its rate from memory.
+        rate: Any = torch.zeros((), device=plan.device) if variant.is_captured else plan.lr
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True, capturable=variant.is_captured)
+        self.num_taken = 0
         self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
 
     def step(self, batch: Tensor) -> Tensor:
         """One step on tokens `[batch, seq]`, which are their own labels; the loss before it, not waited for."""
+        self.num_taken += 1
+        rate = self.plan.lr * min(1.0, self.num_taken / self.plan.ramp)
+        for group in self.optimiser.param_groups:
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         if self.graph is not None:
             graph, tokens, loss = self.graph
             tokens.copy_(batch)
             graph.replay()
             return loss.clone()
+        return self._computed(batch)
+
+    def _computed(self, batch: Tensor) -> Tensor:
         loss = self.called(input_ids=batch, labels=batch).loss
         loss.backward()
         if self.plan.clip:
@@ -153,7 +162,7 @@ class Trainer:
         graph = torch.cuda.CUDAGraph()
         free(self.plan)
         with masks_as_in_eager(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            loss = self.step(tokens)
+            loss = self._computed(tokens)
         self.graph = graph, tokens, loss
 
 
@@ -240,7 +249,7 @@ def _profile(trainer: Trainer, batches: Tensor, step_ms: float) -> dict[str, flo
     plan = trainer.plan
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if plan.device == "cuda" else [])
     _wait(plan)
-    with profile(activities=activities, record_shapes=True) as profiler:
+    with profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
         for batch in batches:
             trainer.step(batch)
         _wait(plan)

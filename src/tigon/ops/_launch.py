@@ -10,6 +10,7 @@ have been taken here raises.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -38,6 +39,8 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # By kernel, names of the constants and types of the arguments; with the kernel, so that its id is not given again.
 _readers: dict[tuple[Any, ...], tuple[_Reader | None, Any]] = {}
+# One for each reader: keys of two must differ, also of two made at the same time by forward's and backward's thread.
+_serials = itertools.count()
 # By what a reader found: launcher, function, metadata, constants in their order, and the kernel, which must stay alive.
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[Any, ...], Any]] = {}
 # Called with each kernel that is remembered for a new kind of call: compiled, or loaded from Triton's cache.
@@ -155,7 +158,7 @@ def _reader(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> _R
         "def read(args, constants, index):",
         f"({', '.join(names)},) = args",
         *setup,
-        f"key = ({', '.join((str(len(_readers)), 'index', 'constants', *key))},)",
+        f"key = ({', '.join((str(next(_serials)), 'index', 'constants', *key))},)",
     ]
     # Both are rare, so one test for all comes first.
     if pointers:

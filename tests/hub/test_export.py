@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,22 @@ def test_lives_beside_the_installed_package(loaded: Any) -> None:
     # The backend of one is not that of the other.
     with tigon.backend("torch"):
         assert loaded.current_backend() == "auto"
+
+
+def test_lives_beside_another_version(loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels import get_local_kernel
+
+    shutil.copytree(SOURCE, tmp_path / "tigon", ignore=shutil.ignore_patterns("__pycache__", "repository"))
+    file = tmp_path / "tigon" / "ops" / "_check.py"
+    file.write_text(file.read_text() + "\nIS_ANOTHER = True\n")
+    monkeypatch.setattr(_export, "PACKAGE", tmp_path / "tigon")
+    _export.export_backend(tmp_path / "other", "cpu")
+    other = get_local_kernel(tmp_path / "other")
+    assert other.__name__ != loaded.__name__
+    assert other.ops._check.IS_ANOTHER
+    assert not hasattr(loaded.ops._check, "IS_ANOTHER")
+    x = torch.randn(3, 8)
+    assert torch.equal(other.rms_norm(x), loaded.rms_norm(x))
 
 
 def test_loads_from_every_form_of_path(exported: Path, loaded: Any) -> None:

@@ -10,6 +10,7 @@ from .layer_norm import layer_norm, layer_norm_reference
 from .linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy, linear_cross_entropy_reference
 from .linear_divergence import LinearDivergenceOutput, linear_divergence, linear_divergence_reference
 from .linear_log_probs import LogProbsOutput, linear_log_probs, linear_log_probs_reference
+from .lora_linear import lora_linear, lora_linear_reference
 from .modulated_norm import ModulatedResidual, modulated_norm, modulated_norm_reference
 from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
@@ -60,6 +61,8 @@ __all__ = [
     "linear_log_probs_reference",
     "log_softmax",
     "log_softmax_reference",
+    "lora_linear",
+    "lora_linear_reference",
     "modulated_norm",
     "modulated_norm_reference",
     "qk_norm_rope",

@@ -20,6 +20,7 @@ NAMES = (
     "glu_linear",
     "rms_norm_glu",
     "rms_norm_mlp",
+    "lora_linear",
     "rope",
     "qk_norm_rope",
     "cross_entropy",

@@ -19,6 +19,8 @@ from tigon.testing.check import call, flatten
 
 # Calls of one operator that are checked: those that differ most in which arguments are there.
 _MAX_SAMPLES = 2
+# Cases of an operator that are run for them, enough to reach every operator.
+_MAX_CASES = 5
 
 Sample = tuple[Any, ...]
 
@@ -66,12 +68,20 @@ def _presence(sample: Sample) -> tuple[Any, ...]:
     return tuple(a is not None if a is None or isinstance(a, Tensor) else a if type(a) is bool else 0 for a in sample)
 
 
+def _unlike(spec: OpSpec) -> list[Case]:
+    """Cases that differ in which sizes and options they name: the first, and a few more."""
+    kinds: dict[tuple[Any, ...], Case] = {}
+    for case in spec.cases:
+        kinds.setdefault((tuple(case.sizes), *sorted(case.options)), case)
+    return list(kinds.values())[:_MAX_CASES]
+
+
 @functools.cache
 def samples() -> dict[str, list[Sample]]:
     """Calls of every registered operator that the cases of all specifications reach, by its name."""
     found: dict[str, dict[tuple[Any, ...], Sample]] = {}
     for spec in all_specs().values():
-        for case in spec.cases:
+        for case in _unlike(spec):
             # What waits for the device is refused while something traces.
             is_traceable = not case.options.get("skip_ignored")
             if is_traceable and not case.models_only and (case.dtypes is None or torch.float32 in case.dtypes):

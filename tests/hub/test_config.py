@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import importlib.util
 import json
 import pickle
@@ -297,6 +298,8 @@ def test_gate_and_up_become_one_and_two_again(family: str, folders: dict[str, Pa
     native = load(folders[family]).train()
     expected = step(native)
     config = tigon.KernelConfig(gate_up=[f"{family}MLP"])
+    conversions = importlib.import_module("transformers.conversion_mapping")._checkpoint_conversion_mapping_cache
+    before = {key: list(value) for key, value in conversions.items()}
     for _ in range(2):
         model = load(folders[family], use_kernels=True, kernel_config=config).train()
         with counted() as calls:
@@ -313,6 +316,7 @@ def test_gate_and_up_become_one_and_two_again(family: str, folders: dict[str, Pa
     for name, value in native.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
     # What loading put into tables of the process is gone.
+    assert {key: list(value) for key, value in conversions.items()} == before
     assert type(load(folders[family]).model.layers[0].mlp) is type(native.model.layers[0].mlp)
 
 

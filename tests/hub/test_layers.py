@@ -80,6 +80,12 @@ class ZeroCentered(_Norm):
         return (_normalised(x, self.eps) * (1.0 + self.weight.float())).type_as(x)
 
 
+class CastRstd(_Norm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        rstd = torch.rsqrt(hidden_states.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (hidden_states * rstd.to(hidden_states.dtype))
+
+
 class CastToWeight(_Norm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.weight * _normalised(hidden_states, self.eps).to(self.weight.dtype)
@@ -89,6 +95,7 @@ NORMS = {
     CastThenScale: ("variance_epsilon", 0.0, "cast_then_scale"),
     ScaleThenCast: ("variance_epsilon", 0.0, "scale_then_cast"),
     ZeroCentered: ("eps", 1.0, "scale_then_cast"),
+    CastRstd: ("eps", 0.0, "cast_rstd"),
     CastToWeight: ("eps", 0.0, "cast_to_weight"),
 }
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
@@ -191,6 +198,10 @@ def test_probe_is_right_in_any_surrounding() -> None:
     """The first call may be in a model without memory, traced, or under autocast."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    class MakesTensors(CastThenScale):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states) * torch.ones((), dtype=hidden_states.dtype)
+
     surroundings = [
         FakeTensorMode(),
         torch.device("meta"),
@@ -198,9 +209,10 @@ def test_probe_is_right_in_any_surrounding() -> None:
         torch.autocast("cpu", dtype=torch.bfloat16),
     ]
     for around in surroundings:
-        kind = type("Fresh", (CastThenScale,), {})
+        norm, mlp = type("Fresh", (MakesTensors,), {}), type("Fresh", (_MLP,), {})
         with around:
-            assert _host.norm_form(kind) == NORMS[CastThenScale], around
+            assert _host.norm_form(norm) == NORMS[CastThenScale], around
+            assert _host.is_gated_mlp(mlp), around
 
 
 # ---- rotary embedding ----
@@ -281,14 +293,18 @@ def test_rotary(rotate: Callable[..., Tensor], unsqueeze_dim: int) -> None:
     ]
 
 
+def test_rotary_that_is_one_for_heads_on_one_axis_alone() -> None:
+    assert _host.rope_form(rotary(lambda q, cos, sin, dim: _half(q, cos, sin, 1)), False) is None
+
+
 def test_rotary_of_another_shape_is_the_hosts() -> None:
-    """Partial rotation and tables without a batch are not what the layer was found to be."""
+    """With narrower tables it may do what it was not asked for when it was found out."""
 
     class Partial(nn.Module):
         def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-            width = cos.shape[-1]
-            turned = [_half(t[..., :width], cos, sin, unsqueeze_dim) for t in (q, k)]
-            return tuple(torch.cat((y, t[..., width:]), -1) for y, t in zip(turned, (q, k), strict=True))
+            start = q.shape[-1] - cos.shape[-1]
+            turned = [_half(t[..., start:], cos, sin, unsqueeze_dim) for t in (q, k)]
+            return tuple(torch.cat((t[..., :start], y), -1) for y, t in zip(turned, (q, k), strict=True))
 
     host = Partial()
     q, k, tables = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(2, 1, 3, 6)

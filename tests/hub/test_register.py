@@ -108,6 +108,18 @@ def test_default_table_of_transformers_does_not_come_before(monkeypatch: pytest.
     assert set(LAYERS) <= {*get_kernel_mapping_transformers(), "RMSNormZeroCentered"}
 
 
+def test_what_others_registered_is_there_again() -> None:
+    from kernels import Device, Mode, register_kernel_mapping
+    from kernels.layer.globals import _KERNEL_MAPPING
+
+    theirs = InstalledLayer("GeLU")
+    register_kernel_mapping({"SiLU": {Device(type="cpu"): {Mode.TRAINING: theirs}}})
+    tigon.register_kernels()
+    assert _KERNEL_MAPPING.get()["SiLU"]["cpu"].repos[Mode.TRAINING] == InstalledLayer("SiLU")
+    tigon.unregister_kernels()
+    assert _KERNEL_MAPPING.get()["SiLU"]["cpu"].repos == {Mode.TRAINING: theirs}
+
+
 def test_xpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="on an XPU transformers overwrites what is registered"):

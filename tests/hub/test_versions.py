@@ -96,6 +96,16 @@ def test_ours_is_used_in_both_on_a_gpu(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.usefixtures("as_cuda")
+def test_a_host_without_an_entry_gets_no_default(folders: dict[str, Path]) -> None:
+    """The default would be looked for on the Hub."""
+    config = tigon.KernelConfig({"RMSNorm": None}, inherit_mapping=True)
+    model = load(folders["Llama"], use_kernels=True, kernel_config=config)
+    with counted() as calls:
+        step(model.train())
+    assert (calls["rms_norm"], calls["glu"]) == (0, 2)
+
+
+@pytest.mark.usefixtures("as_cuda")
 def test_a_repository_by_name_runs_in_evaluation_alone(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,16 +61,10 @@ def found_once(find: F) -> F:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Outside of gradients, autocast, and the modes with which a model is traced or built without memory."""
+    """Outside of the modes with which a model is traced, or built without memory."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with (
-        _disable_current_modes(),
-        torch._C.DisableTorchFunction(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 

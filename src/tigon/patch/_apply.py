@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import _add_norm, _dispatch, _glu_linear, _head, _hf, _norm_mlp, _probe, _qk_norm_rope, _rope, _swap
+from . import _add_norm, _dispatch, _glu_linear, _head, _hf, _lora, _norm_mlp, _probe, _qk_norm_rope, _rope, _swap
 from ._forms import FORM_NAMES, FORMS, FUSIONS, Found, argument_of
 from ._probe import Refused
 from .report import LOSS, Report, Verdict, grouped
@@ -135,7 +135,8 @@ def patch(
             the residual stream and the RMS norm of the sum; "qk_norm_rope", in attention the norms of queries and
             keys and their rotation; "glu_linear", in a gated MLP the product and the projection back, if that is a
             plain `nn.Linear`, so that no product is kept for backward; "rms_norm_mlp", in a layer the RMS norm and the
-            gated MLP that alone takes it, so that neither norm nor product is kept, instead of "add_rms_norm" there.
+            gated MLP that alone takes it, so that neither norm nor product is kept, instead of "add_rms_norm" there;
+            "lora_linear", a linear layer and its low-rank adapter, whose dropout then draws its own random numbers.
             Each is verified in a trial run of the module.
         strict: raise, and change nothing, when something that is surely a form cannot be replaced, or nothing can.
         loss_options: how, not what, the fused loss computes: values for some of "memory", "max_logits_bytes" and
@@ -332,6 +333,8 @@ def _installed(name: str, module: nn.Module, choice: _Choice) -> list[_Finding]:
     off = [_Finding(name, cls, _glu_linear.NAME, "", "kept", why)] if why else []
     if isinstance(mark.settings, _norm_mlp.NormMlpSettings) and (why := _norm_mlp.why_not(module, mark.settings)):
         rows, off = [], [_Finding(name, cls, _norm_mlp.NAME, "", "kept", why)]
+    if isinstance(mark.settings, _lora.LoraSettings) and (why := _lora.parts_of(module).why):
+        rows, off = [], [_Finding(name, cls, _lora.NAME, "", "kept", why)]
     findings = [*(_Finding(name, cls, *row, "replaced", "already patched") for row in rows), *off]
     return [finding for finding in findings if choice.allows(finding.form, name)]
 
@@ -417,6 +420,11 @@ def _fused_across(modules: list[tuple[str, nn.Module]], choice: _Choice, finding
             module = by_name[finding.name]
             parts = _glu_linear.parts_of(module, found_of(finding).settings)
             made = _fused(_glu_linear.NAME, _glu_linear, finding.name, module, parts, choice, memo)
+            fused += [made] if made else []
+    adapted = {finding.name for finding in findings if finding.form == _lora.NAME}
+    for name, module in modules if _lora.NAME in choice.fuse else ():
+        if name not in adapted and _lora.match(module) != "no":
+            made = _fused(_lora.NAME, _lora, name, module, _lora.parts_of(module), choice, memo)
             fused += [made] if made else []
     for name, found in norms.items():
         module, form, finding = by_name[name], forms.get(name), None

@@ -6,7 +6,7 @@ found by running it (see _probe.py); a module that no candidate reproduces is le
 
 from __future__ import annotations
 
-from . import _add_norm, _experts, _glu, _glu_linear, _norm_mlp, _norms, _qk_norm_rope
+from . import _add_norm, _experts, _glu, _glu_linear, _lora, _norm_mlp, _norms, _qk_norm_rope
 from ._form import Form, Found, argument_of
 from ._form import is_plain as _is_plain
 
@@ -21,4 +21,4 @@ FORMS = (
 )
 FORM_NAMES = (*(form.name for form in FORMS), "rope", "linear_cross_entropy")
 # Across modules, and only when asked for.
-FUSIONS = (_add_norm.NAME, _qk_norm_rope.NAME, _glu_linear.NAME, _norm_mlp.NAME)
+FUSIONS = (_add_norm.NAME, _qk_norm_rope.NAME, _glu_linear.NAME, _norm_mlp.NAME, _lora.NAME)

@@ -77,7 +77,9 @@ def test_forcing_kernels_without_triton_says_why() -> None:
     assert "rms_norm: backend 'triton' is forced but cannot run: Triton is not installed" in out
 
 
-@pytest.mark.parametrize("module", ["tigon", "tigon.cli", "tigon.ops", "tigon.losses", "tigon.patch"])
+@pytest.mark.parametrize(
+    "module", ["tigon", "tigon.cli", "tigon.hub", "tigon.layers", "tigon.losses", "tigon.ops", "tigon.patch"]
+)
 def test_import_is_light(module: str) -> None:
     out = in_fresh_interpreter(
         f"""

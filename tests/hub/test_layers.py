@@ -155,6 +155,14 @@ class Halved(_Norm):
         return 0.5 * self.weight * _normalised(hidden_states, self.eps)
 
 
+class TwiceRounded(_Norm):
+    """One that rounds where no cast does."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        y = _normalised(hidden_states, self.eps).to(hidden_states.dtype)
+        return (self.weight * y).to(hidden_states.dtype)
+
+
 class WithState(_Norm):
     """One that a stand-in cannot run, since it has more than a norm has."""
 
@@ -166,7 +174,7 @@ class WithState(_Norm):
         return self.factor * self.weight * _normalised(hidden_states, self.eps)
 
 
-@pytest.mark.parametrize("host", [Halved, WithState])
+@pytest.mark.parametrize("host", [Halved, TwiceRounded, WithState])
 def test_unknown_norm_keeps_its_forward_and_says_so(host: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
     _host._noted.clear()
     norm, x = host(), torch.randn(3, 24, requires_grad=True)

@@ -294,6 +294,16 @@ def test_kernels_of_no_operator_are_counted_once() -> None:
     ]
 
 
+def test_no_kernel_takes_longer_than_on_the_device() -> None:
+    # As one version links them: each operator of an optimiser has the kernels of all.
+    kernels = [types.SimpleNamespace(name="multi_tensor_apply_kernel", duration=100.0)] * 3
+    events = [_event("aten::_fused_adamw_", kernels=kernels) for _ in range(3)]
+    events += [_event("multi_tensor_apply_kernel", "CUDA", 100.0) for _ in range(3)]
+    launches = list(launches_in(events, on_device=True))
+    assert sum(launch.ms for launch in launches) == pytest.approx(0.3)
+    assert {kind_of(launch, Sizes(7, 7)) for launch in launches} == {"optimiser"}
+
+
 # ---- rows, tables, plots ----
 
 

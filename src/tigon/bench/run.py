@@ -153,11 +153,50 @@ def _products(shape: torch.Size) -> Callable[..., Any]:
         if "gate_weight" in given:
             names = "x", "norm_weight", "gate_weight", "up_weight", "down_weight"
             return _MlpProducts.apply(*(given.get(name) for name in names))
+        if "lora_a" in given:
+            return _LoraProducts.apply(*(given[name] for name in ("x", "weight", "lora_a", "lora_b")))
+        if "teacher_hidden" in given:
+            names = "student_hidden", "student_weight", "teacher_hidden", "teacher_weight"
+            return _DivergenceProducts.apply(shape, *(given[name] for name in names))
         if "gate" in given:
             return _LayerProducts.apply(given["gate"], given["up"], given["weight"])
         return Products.apply(given["hidden"], given["weight"])
 
     return products
+
+
+class _LoraProducts(torch.autograd.Function):
+    """The matrix products of a linear layer with a frozen weight and its adapter, summed without another pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+        low = x @ lora_a.T
+        ctx.save_for_backward(x, weight, lora_a, lora_b, low)
+        return F.linear(x, weight).addmm_(low, lora_b.T)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, lora_a, lora_b, low = ctx.saved_tensors
+        dlow = dy @ lora_b
+        return (dy @ weight).addmm_(dlow, lora_a), None, dlow.T @ x, dy.T @ low
+
+
+class _DivergenceProducts(torch.autograd.Function):
+    """The matrix products of a student's and a teacher's head, and of the gradients of the student's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shape: torch.Size, hidden: Tensor, weight: Tensor, other: Tensor, other_weight: Tensor
+    ) -> Any:
+        # For its time alone.
+        F.linear(other, other_weight)
+        logits = F.linear(hidden, weight)
+        ctx.gradients = logits @ weight, logits.T @ hidden
+        return logits.new_zeros(shape, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients, None, None
 
 
 class _LayerProducts(torch.autograd.Function):

@@ -123,25 +123,29 @@ def launches_in(events: Sequence[Any], on_device: bool) -> Iterator[Launch]:
 
     Kernels that no operator is known for (a CUDA graph's, a launcher's of its own) have only their names.
     """
-    unknown: Counter[str] = Counter()
+    measured: Counter[str] = Counter()
+    linked: dict[str, list[Launch]] = {}
     # A range around an optimiser's step, for example, is on the device under its own name, from first kernel to last.
     ranges = {event.name for event in events if _is_on_host(event)}
     for event in events:
         if getattr(event, "is_user_annotation", False) or event.name.startswith("ProfilerStep"):
             continue
         if not _is_on_host(event):
-            if event.name in ranges:
-                continue
-            unknown[event.name] += event.time_range.elapsed_us()
+            if event.name not in ranges:
+                measured[event.name] += event.time_range.elapsed_us() * 1e-3
         elif on_device:
             operators = _operators_of(event) if event.kernels else ()
             for kernel in event.kernels:
-                if kernel.name in ranges:
-                    continue
-                unknown[kernel.name] -= kernel.duration
-                yield Launch(kernel.name, kernel.duration * 1e-3, operators, _shapes_of(event))
+                launch = Launch(kernel.name, kernel.duration * 1e-3, operators, _shapes_of(event))
+                linked.setdefault(kernel.name, []).append(launch)
         elif event.self_cpu_time_total > 0:
             yield Launch(event.name, event.self_cpu_time_total * 1e-3, _operators_of(event), _shapes_of(event))
-    for name, us in unknown.items():
-        if us > 0:
-            yield Launch(name, us * 1e-3)
+    # What the device took is the truth: an operator can be linked to kernels of all its likes, as an optimiser's is.
+    for name, ms in measured.items():
+        launches = linked.get(name, [])
+        known = sum(launch.ms for launch in launches)
+        share = min(1.0, ms / known) if known else 0.0
+        for launch in launches:
+            yield launch._replace(ms=launch.ms * share)
+        if ms > known * share:
+            yield Launch(name, ms - known * share)

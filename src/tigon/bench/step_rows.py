@@ -293,10 +293,14 @@ def _plot(found: Sequence[StepRow], folder: Path) -> tuple[Path, Path]:
     import matplotlib.pyplot as plt
 
     names = [row.implementation.replace("_", " ") for row in found]
-    figure, (times, speed, losses) = plt.subplots(
-        1, 3, figsize=(15, 4.4), layout="constrained", width_ratios=(1.15, 1, 1.15)
+    # Without a profile there is no time to show.
+    is_profiled = any(row.kinds_ms for row in found)
+    widths = (1.15, 1, 1.15) if is_profiled else (1, 1.15)
+    figure, (*times, speed, losses) = plt.subplots(
+        1, len(widths), figsize=(5 * len(widths), 4.4), layout="constrained", width_ratios=widths
     )
-    _draw_times(times, found, names)
+    if is_profiled:
+        _draw_times(times[0], found, names)
     places = range(len(found))
     bars = speed.bar([p - 0.2 for p in places], [row.tokens_per_s for row in found], 0.4, color="#30638e")
     speed.bar_label(
@@ -323,7 +327,7 @@ def _plot(found: Sequence[StepRow], folder: Path) -> tuple[Path, Path]:
     losses.set_xlabel("step")
     losses.set_ylabel("loss")
     losses.legend(fontsize=8, frameon=False)
-    for axes in (times, losses):
+    for axes in (*times, losses):
         axes.spines[["top", "right"]].set_visible(False)
     some = found[0]
     figure.suptitle(f"{_label(some)}, {some.dtype}, {some.gpu}", fontsize=11)

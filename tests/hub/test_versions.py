@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from tests.hub.calls import counted
 from tests.hub.conftest import load, make_model
@@ -145,7 +144,7 @@ def test_docs_have_the_versions_that_are_installed() -> None:
 
     text = (Path(__file__).parents[2] / "docs" / "hub.md").read_text(encoding="utf-8")
     minor = ".".join(transformers.__version__.split(".")[:2])
-    rows = [row for row in text.splitlines() if re.match(rf"\| {re.escape(minor)}(\.\d+)? \|", row)]
-    assert len(rows) == 1, rows
-    assert kernels.__version__ in rows[0]
-    assert torch.__version__
+    row = re.compile(
+        rf"^\| {re.escape(minor)} \| .* \| {re.escape(minor)}\.\d+ and {re.escape(kernels.__version__)} \|", re.M
+    )
+    assert len(row.findall(text)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 import types
 import warnings
 from collections.abc import Iterable, Mapping
@@ -77,6 +78,8 @@ class KernelConfig(transformers.KernelConfig, dict):  # type: ignore[misc]
     @property
     def kernel_mapping(self) -> dict[str, str]:
         # What is read before there is a model: the layers that bring modules of their own. Made anew for each model.
+        if self["gate_up"]:
+            _require_scan()
         return dict.fromkeys(self["gate_up"], f"{INSTALLED}:{GATE_UP}")
 
     @kernel_mapping.setter
@@ -195,6 +198,23 @@ def _device(module: nn.Module) -> str:
 
 
 # ---- one projection for two ----
+
+
+def _require_scan() -> None:
+    """Raise where transformers cannot look for a class; it would fail for every later model of the process too.
+
+    Raises:
+        ImportError: a module of transformers that it looks into cannot be imported.
+    """
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("transformers"):
+            try:
+                dir(module)
+            except ImportError as error:
+                raise ImportError(
+                    f"KernelConfig: gate_up: to find a class, transformers {transformers.__version__} imports modules"
+                    f" that cannot be imported here: {error}"
+                ) from error
 
 
 def _check_gate_up(model: nn.Module, names: list[str]) -> None:

@@ -150,6 +150,7 @@ def test_of_a_frozen_layer_x_and_a_few_numbers_a_row_are_kept(device: torch.devi
     # Nothing of the layer where only lora_b learns, and not x.
     saved = saved_by(tigon.lora_linear, inputs, ("lora_b",))
     assert [tuple(t.shape) for t in saved] == [(15, 8)]
+    assert new_shapes(saved_by(tigon.lora_linear, inputs, ("x", "lora_a")), inputs) == []
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -249,6 +250,15 @@ def test_autocast_is_that_of_linear(layer: torch.dtype, adapter: torch.dtype, de
     exact = _exact(inputs, upstream)
     with torch.autocast(device.type, low(device)):
         _compare(tigon.lora_linear, inputs, upstream, exact)
+
+
+def test_what_is_dropped_out_is_scaled_before_autocast_rounds_it(device: torch.device) -> None:
+    x, seed = 1 + torch.rand(6, 64, device=device), torch.tensor(5, device=device)
+    with torch.autocast(device.type, low(device)):
+        y = dropped(x, dropout=0.3, seed=seed)
+    kept = kept_by(seed, x.shape, 0.3)
+    assert torch.equal(y, (x * (1 / 0.7)).to(low(device)) * kept)
+    assert not torch.equal(y, (x.to(low(device)) * (1 / 0.7)).to(low(device)) * kept)
 
 
 def test_dtypes_that_linear_refuses_are_refused(device: torch.device) -> None:

@@ -345,6 +345,7 @@ def test_a_layer_that_computes_something_else_is_refused(layer: Any, monkeypatch
         "no dropout": lambda self, x: (
             self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * self.scaling["default"]
         ),
+        "shifted": lambda self, x: own(self, x) + 1,
         "no scaling": lambda self, x: own(self, x) / self.scaling["default"],
         "detached": lambda self, x: self.base_layer(x) + (own(self, x) - self.base_layer(x)).detach(),
     }
@@ -357,6 +358,17 @@ def test_a_layer_that_computes_something_else_is_refused(layer: Any, monkeypatch
         assert verdict == "kept"
         assert "computes something else" in reason or "gradient" in reason
         monkeypatch.setattr(kind, "forward", own)
+
+
+def test_tensors_of_other_classes_go_to_the_layer(layer: Any, spy: Spy) -> None:
+    class Wrapped(Tensor):
+        pass
+
+    model, x = layer(), torch.randn(5, 24)
+    y = model(x.as_subclass(Wrapped))
+    assert isinstance(y, Wrapped)
+    assert spy.count == 0
+    torch.testing.assert_close(y.as_subclass(Tensor), model(x))
 
 
 # ---- what else is done with adapted models ----

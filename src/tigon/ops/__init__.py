@@ -1,5 +1,6 @@
 """The operators. Each file holds one: reference, kernels, launchers, autograd, public function."""
 
+from ._nf4 import dequantize_nf4, dequantize_nf4_reference
 from ._op import OPS, Op, backend, current_backend, why_not
 from .cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
 from .divergence import jsd, jsd_reference, kl_div, kl_div_reference, tvd, tvd_reference
@@ -12,6 +13,7 @@ from .linear_divergence import LinearDivergenceOutput, linear_divergence, linear
 from .linear_log_probs import LogProbsOutput, linear_log_probs, linear_log_probs_reference
 from .lora_linear import lora_linear, lora_linear_reference
 from .modulated_norm import ModulatedResidual, modulated_norm, modulated_norm_reference
+from .nf4_lora_linear import nf4_lora_linear, nf4_lora_linear_reference
 from .qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from .rms_norm import NormResidual, rms_norm, rms_norm_reference
 from .rms_norm_gated import rms_norm_gated, rms_norm_gated_reference
@@ -39,6 +41,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_reference",
     "current_backend",
+    "dequantize_nf4",
+    "dequantize_nf4_reference",
     "geglu",
     "geglu_reference",
     "glu",
@@ -65,6 +69,8 @@ __all__ = [
     "lora_linear_reference",
     "modulated_norm",
     "modulated_norm_reference",
+    "nf4_lora_linear",
+    "nf4_lora_linear_reference",
     "qk_norm_rope",
     "qk_norm_rope_reference",
     "rms_norm",

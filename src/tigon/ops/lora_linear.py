@@ -54,12 +54,19 @@ def lora_linear_reference(
     seed: Tensor | None = None,
 ) -> Tensor:
     y = F.linear(x, weight, bias)
+    return (y + adapter_reference(x, lora_a, lora_b, scaling, dropout, seed)).to(y.dtype)
+
+
+def adapter_reference(
+    x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, dropout: float, seed: Tensor | None
+) -> Tensor:
+    """What the adapter adds."""
     h = x.to(lora_a.dtype)
     if dropout > 0:
         wide = torch.promote_types(h.dtype, torch.float32)
         kept = kept_by(_seed_for(x) if seed is None else seed, x.shape, dropout)
         h = (h.to(wide) * kept / (1 - dropout)).to(h.dtype)
-    return (y + scaling * F.linear(F.linear(h, lora_a), lora_b)).to(y.dtype)
+    return scaling * F.linear(F.linear(h, lora_a), lora_b)
 
 
 def kept_by(seed: Tensor, shape: torch.Size, dropout: float) -> Tensor:
@@ -463,6 +470,29 @@ def _faster(kind: str, in_turn: Any, at_once: Any, a: Tensor, weight: Tensor, lo
     return take(key, {"one product after the other": in_turn, "both products at once": at_once}, a.device)
 
 
+def adapter_gradients(
+    dy: Tensor,
+    rows: Tensor | None,
+    lora_b: Tensor | None,
+    low: Tensor | None,
+    seed: Tensor | None,
+    low_dtype: torch.dtype,
+    scaling: float,
+    dropout: float,
+    needs: tuple[bool, bool, bool],
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`dlow` and the gradients of `lora_a` and `lora_b`; `needs` those of x, `lora_a` and `lora_b`."""
+    dlow = da = db = None
+    factor = lora_b.to(low_dtype) if lora_b is not None and (needs[0] or needs[1]) else None
+    if factor is not None or needs[2]:
+        dlow, db = _low(dy, factor, low, None, scaling, 0.0, False, b_dtype)
+    if needs[1]:
+        _, da = _low(rows, None, dlow, seed, 1.0, dropout, True, a_dtype)  # type: ignore[arg-type]
+    return dlow, da, db if needs[2] else None
+
+
 # ---- autograd ----
 
 
@@ -509,12 +539,11 @@ class _LoraLinear(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.dtypes
         dy = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
         rows = None if x is None else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        dlow = dx = dweight = dbias = da = db = None
-        factor = lora_b.to(low_dtype) if needs_dx or needs_da else None
-        if factor is not None or needs_db:
-            dlow, db = _low(dy, factor, low, None, scaling, 0.0, False, b_dtype)
-        if needs_da:
-            _, da = _low(rows, None, dlow, seed, 1.0, dropout, True, a_dtype)
+        dx = dweight = dbias = None
+        needs = needs_dx, needs_da, needs_db
+        dlow, da, db = adapter_gradients(
+            dy, rows, lora_b, low, seed, low_dtype, scaling, dropout, needs, a_dtype, b_dtype
+        )
         if needs_dx:
             dx = input_gradient(dy, weight.to(dy.dtype), dlow, lora_a.to(low_dtype), seed, dropout)
             dx = dx.to(x_dtype).view(shape)
@@ -523,7 +552,7 @@ class _LoraLinear(torch.autograd.Function):
         if needs_dbias:
             # torch adds 16-bit numbers in fp32.
             dbias = dy.sum(0).to(bias_dtype)
-        return dx, dweight, dbias, da, db if needs_db else None, None, None, None, None, None
+        return dx, dweight, dbias, da, db, None, None, None, None, None
 
 
 # ---- public ----
@@ -535,6 +564,33 @@ def _supports(
     if any(t is not None and t.dtype == torch.float64 for t in (x, weight, lora_a, lora_b, bias)):
         return ["float64 is computed by the reference"]
     return []
+
+
+def require_adapter(
+    name: str,
+    x: Tensor,
+    num_outputs: int,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    bias: Tensor | None,
+    scaling: float,
+    dropout: float,
+    seed: Tensor | None,
+) -> None:
+    """Raise unless this is an adapter of a layer from the columns of `x` to `num_outputs`."""
+    num_cols = x.shape[-1]
+    is_low = lora_a.dim() == 2 and lora_a.shape[0] >= 1 and lora_a.shape[1] == num_cols
+    require(is_low, name, "lora_a", f"shape (rank, {num_cols})", tuple(lora_a.shape))
+    shape = num_outputs, lora_a.shape[0]
+    require(lora_b.shape == shape, name, "lora_b", f"shape {shape}", tuple(lora_b.shape))
+    if bias is not None:
+        require(bias.shape == shape[:1], name, "bias", f"shape {shape[:1]}", tuple(bias.shape))
+    require_number(name, "scaling", scaling)
+    require(0 <= dropout < 1, name, "dropout", "a number in [0, 1)", dropout)
+    require_same_device(name, x=x, lora_a=lora_a, lora_b=lora_b, bias=bias, seed=seed)
+    if seed is not None:
+        is_scalar = seed.dtype == torch.int64 and seed.numel() == 1
+        require(is_scalar, name, "seed", "an int64 scalar", f"{seed.dtype} of shape {tuple(seed.shape)}")
 
 
 @op(reference=lora_linear_reference, supports=_supports)
@@ -581,20 +637,10 @@ def lora_linear(
     require_floating(name, x=x, weight=weight, lora_a=lora_a, lora_b=lora_b, bias=bias)
     require(x.dim() >= 1, name, "x", "at least one axis", "a scalar")
     require(weight.dim() == 2, name, "weight", "two axes", f"shape {tuple(weight.shape)}")
-    num_cols, num_outputs = x.shape[-1], weight.shape[0]
-    require(weight.shape[1] == num_cols, name, "weight", f"shape {(num_outputs, num_cols)}", tuple(weight.shape))
-    is_low = lora_a.dim() == 2 and lora_a.shape[0] >= 1 and lora_a.shape[1] == num_cols
-    require(is_low, name, "lora_a", f"shape (rank, {num_cols})", tuple(lora_a.shape))
-    shape = num_outputs, lora_a.shape[0]
-    require(lora_b.shape == shape, name, "lora_b", f"shape {shape}", tuple(lora_b.shape))
-    if bias is not None:
-        require(bias.shape == shape[:1], name, "bias", f"shape {shape[:1]}", tuple(bias.shape))
-    require_number(name, "scaling", scaling)
-    require(0 <= dropout < 1, name, "dropout", "a number in [0, 1)", dropout)
-    require_same_device(name, x=x, weight=weight, lora_a=lora_a, lora_b=lora_b, bias=bias, seed=seed)
-    if seed is not None:
-        is_scalar = seed.dtype == torch.int64 and seed.numel() == 1
-        require(is_scalar, name, "seed", "an int64 scalar", f"{seed.dtype} of shape {tuple(seed.shape)}")
+    shape = weight.shape[0], x.shape[-1]
+    require(weight.shape == shape, name, "weight", f"shape {shape}", tuple(weight.shape))
+    require_adapter(name, x, shape[0], lora_a, lora_b, bias, scaling, dropout, seed)
+    require_same_device(name, x=x, weight=weight)
     dtype = matmul_dtype(name, "x", x.dtype, weight, bias)
     low_dtype = shared_matmul_dtype(name, "lora_a", lora_a.dtype, lora_b=lora_b)
     if dropout == 0:

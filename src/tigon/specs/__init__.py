@@ -21,6 +21,7 @@ NAMES = (
     "rms_norm_glu",
     "rms_norm_mlp",
     "lora_linear",
+    "nf4_lora_linear",
     "rope",
     "qk_norm_rope",
     "cross_entropy",

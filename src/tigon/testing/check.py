@@ -122,7 +122,8 @@ def _wide(inputs: dict[str, Tensor | None], dtype: torch.dtype) -> dict[str, Ten
 
 def _strided(t: Tensor) -> Iterator[Tensor]:
     """The values of `t` in other layouts: every second column of a wider buffer, and axes stored in reverse."""
-    wider = torch.full((*t.shape[:-1], 2 * t.shape[-1]), 1e4, dtype=t.dtype, device=t.device)
+    other = 255 if t.dtype == torch.uint8 else 1e4
+    wider = torch.full((*t.shape[:-1], 2 * t.shape[-1]), other, dtype=t.dtype, device=t.device)
     sliced = wider[..., ::2]
     sliced.copy_(t)
     yield sliced

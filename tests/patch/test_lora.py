@@ -447,3 +447,135 @@ def test_sharded_models_train_as_without_patching(
     for actual, wanted in zip(train(sharded(fused(adapted(build("Llama"))))), native, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
     assert spy.count == 2 * count
+
+
+# ---- bases of 4 bits ----
+
+
+@pytest.fixture
+def bitsandbytes() -> Any:
+    return pytest.importorskip("bitsandbytes")
+
+
+def in_4_bits(model: nn.Module, nested: bool, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
+    import bitsandbytes
+
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and "lm_head" not in name:
+            parent, _, child = name.rpartition(".")
+            options = {"compute_dtype": compute_dtype, "quant_type": "nf4", "compress_statistics": nested}
+            sizes = module.in_features, module.out_features, module.bias is not None
+            made = bitsandbytes.nn.Linear4bit(*sizes, **options)
+            made.load_state_dict(module.state_dict())
+            # This is when it is packed.
+            setattr(model.get_submodule(parent), child, made.to("cpu"))
+    model.is_loaded_in_4bit = True
+    return model.requires_grad_(False)
+
+
+# Rows of a multiple of the 64 numbers of a block: of others its own forward on a CPU takes the wrong scales.
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.fixture
+def nf4_spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    seen, operator = Spy(), _lora.nf4_lora_linear
+    monkeypatch.setattr(_lora, "nf4_lora_linear", lambda *a, **k: seen.calls.append(k) or operator(*a, **k))
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Phi3"])
+def test_4_bit_models_train_as_without_patching(
+    family: str, nested: bool, build: Any, batch: Any, step: Any, assert_same_step: Any, bitsandbytes: Any, nf4_spy: Spy
+) -> None:
+    model = adapted(in_4_bits(build(family, **SIZES), nested))
+    native = step(model, batch)
+    report = tigon.patch(model, fuse="lora_linear")
+    assert [(row.variant, row.verdict) for row in report if row.form == "lora_linear"] == [
+        ("adapter of 4 bits", "replaced")
+    ]
+    assert_same_step(step(model, batch), native)
+    assert nf4_spy.count == LAYERS[family]
+    tigon.unpatch(model)
+    assert_same_step(step(model, batch), native)
+
+
+@pytest.fixture
+def layer_4_bit(bitsandbytes: Any) -> Callable[..., nn.Module]:
+    def make(*, plain: bool = False, compute_dtype: torch.dtype = torch.float32, nested: bool = True) -> nn.Module:
+        torch.manual_seed(4)
+        model = in_4_bits(nn.Sequential(nn.Linear(64, 48)), nested, compute_dtype)
+        config = peft.LoraConfig(r=3, lora_alpha=4, init_lora_weights=False, target_modules=["0"])
+        wrapped = peft.get_peft_model(model, config).train()
+        if not plain:
+            assert rows_of(tigon.patch(wrapped, fuse="lora_linear")) == [("replaced", "", 1)]
+        return wrapped
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.kernels
+def test_4_bit_kernels_train_as_plain_torch(layer_4_bit: Any, nf4_spy: Spy) -> None:
+    for nested in (False, True):
+        model, plain = layer_4_bit(nested=nested), layer_4_bit(nested=nested, plain=True)
+        assert_same_run(model, plain, torch.randn(2, 5, 64))
+    assert nf4_spy.count == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_4_bit_layers_that_compute_in_16_bits(
+    x_dtype: torch.dtype, autocast: bool, layer_4_bit: Any, nf4_spy: Spy
+) -> None:
+    """As after preparing a model for training: an fp32 stream, a product in bf16, an fp32 adapter."""
+    actual, expected = (layer_4_bit(compute_dtype=torch.bfloat16, plain=plain) for plain in (False, True))
+    x = torch.randn(5, 64).to(x_dtype)
+    runs = []
+    for model in (actual, expected):
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(given)
+        y.float().square().sum().backward()
+        runs.append((y, given.grad, *(p.grad for n, p in model.named_parameters() if "lora" in n)))
+    for got, wanted in zip(*runs, strict=True):
+        assert got.dtype == wanted.dtype
+        # A few roundings to 8 bits of what is as large as the largest.
+        assert float((got - wanted).abs().max()) <= 2**-6 * float(wanted.abs().max())
+    assert nf4_spy.count == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_4_bit_layers_step_aside(layer_4_bit: Any, nf4_spy: Spy) -> None:
+    def hooked(model: nn.Module) -> None:
+        inner(model).base_layer.register_forward_hook(lambda module, args, output: 2 * output)
+
+    def undecided(model: nn.Module) -> None:
+        inner(model).base_layer.compute_type_is_set = False
+
+    for change in (_merge, _disable, hooked, undecided):
+        model, plain, x = layer_4_bit(), layer_4_bit(plain=True), torch.randn(5, 64)
+        change(model)
+        change(plain)
+        assert_same_run(model, plain, x)
+        assert nf4_spy.count == 0
+    # Without kernels the layer's own forward keeps less.
+    with tigon.backend("auto"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_lora, "why_no_kernels", lambda *_: ["of a test"])
+        layer_4_bit()(torch.randn(5, 64))
+    assert nf4_spy.count == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_4_bit_base_that_computes_something_else_is_refused(
+    layer_4_bit: Any, bitsandbytes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = bitsandbytes.nn.Linear4bit.forward
+    monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", lambda self, x: own(self, x) * 1.01)
+    monkeypatch.setattr(_apply, "_verdicts", {})
+    ((verdict, reason, _),) = rows_of(tigon.patch(layer_4_bit(plain=True), fuse="lora_linear"))
+    assert verdict == "kept"
+    assert "computes something else" in reason

@@ -4,6 +4,9 @@ What is looked for is a layer with children `base_layer`, `lora_A`, `lora_B` and
 the name of an adapter, and factors `scaling` by that name. The replacement multiplies with the parameters of these
 children outside their own forwards, so that it looks at every call, as `_glu_linear` does, whether it may: adapters are
 merged, switched off, exchanged and sharded after patching too. Where it may not, the layer's own forward runs.
+
+The base layer is a plain `nn.Linear`, or one whose weight has a `quant_state` of 4 bits (NF4), which is run once
+against what the operator makes of that weight.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops._op import autocast_dtype
+from ..ops._device import why_no_kernels
+from ..ops._nf4 import dequantize_nf4
+from ..ops._op import autocast_dtype, current_backend
 from ..ops.lora_linear import lora_linear, lora_linear_reference
+from ..ops.nf4_lora_linear import nf4_lora_linear
 from . import _form, _probe, _swap
 from ._deferred import real
 from ._form import Found, Match, argument_of, is_plain
@@ -37,6 +43,8 @@ class Parts(NamedTuple):
     has_bias: bool
     # Why its own forward must run, "" where it need not.
     why: str
+    # Class of a base layer of 4 bits.
+    base: type | None = None
 
 
 class Adapter(NamedTuple):
@@ -48,6 +56,8 @@ class Adapter(NamedTuple):
     b: nn.Module
     scaling: float
     dropout: float
+    # How its weight is made of what is stored, None for a plain one.
+    four_bits: dict[str, Any] | None = None
 
 
 def match(module: nn.Module, parts: Parts | None = None) -> Match:
@@ -64,7 +74,7 @@ def parts_of(module: nn.Module) -> Parts:
         adapter = adapter_of(module)
     except Refused as refused:
         return Parts(False, str(refused))
-    return Parts(adapter.base.bias is not None, "")
+    return Parts(adapter.base.bias is not None, "", None if adapter.four_bits is None else type(adapter.base))
 
 
 def opaque(module: nn.Module, parts: Parts) -> tuple[str, ...]:
@@ -93,7 +103,9 @@ def adapter_of(module: nn.Module) -> Adapter:
             raise Refused(f"its adapter is {kind}, not a plain product")
     base = children["base_layer"]
     a, b, dropout = (children[each]._modules.get(name) for each in _CHILDREN[1:])  # type: ignore[union-attr]
-    for child, called in ((base, "base layer"), (a, "lora_A"), (b, "lora_B")):
+    four_bits = None if type(base) is nn.Linear else _four_bits(base)
+    checked = ((a, "lora_A"), (b, "lora_B"))
+    for child, called in checked if four_bits is not None else ((base, "base layer"), *checked):
         if child is None or (why := why_called(child)):
             raise Refused(f"its {called} {why if child is not None else 'is missing'}")
     if a.bias is not None or b.bias is not None:
@@ -101,7 +113,23 @@ def adapter_of(module: nn.Module) -> Adapter:
     scaling = module.scaling.get(name)
     if type(scaling) not in (int, float):
         raise Refused(f"its scaling is a {type(scaling).__name__}")
-    return Adapter(name, base, a, b, scaling, _dropout_of(dropout))
+    return Adapter(name, base, a, b, scaling, _dropout_of(dropout), four_bits)
+
+
+def _four_bits(base: nn.Module) -> dict[str, Any] | None:
+    """How to make the weight of a base layer of 4 bits, None for another or one that does more than multiply."""
+    state = getattr(base._parameters.get("weight"), "quant_state", None)
+    if state is None or getattr(state, "quant_type", None) != "nf4" or getattr(state, "packing_format_for_cpu", False):
+        return None
+    hooks = base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks
+    if "forward" in base.__dict__ or hooks or _swap.watched_by_all() or len(state.shape) != 2:
+        return None
+    given = {"absmax": state.absmax, "block_size": state.blocksize}
+    if state.nested:
+        outer = state.state2
+        given |= {"nested_absmax": outer.absmax, "nested_code": outer.code, "nested_offset": state.offset}
+        given["nested_block_size"] = outer.blocksize
+    return given
 
 
 def _dropout_of(dropout: nn.Module | None) -> float:
@@ -120,6 +148,8 @@ def _dropout_of(dropout: nn.Module | None) -> float:
 def why_apart(module: nn.Module, adapter: Adapter, x: Tensor) -> str:
     """Why this call must go through the layer's own forward, "" where it need not."""
     weight, bias, a, b = adapter.base.weight, adapter.base.bias, adapter.a.weight, adapter.b.weight
+    if adapter.four_bits is not None:
+        return _why_apart_in_four_bits(module, adapter, x)
     if not is_plain(x, weight, bias, a, b):
         return "it has, or is given, tensors that are not plain"
     shapes = ((weight, adapter.base), (a, adapter.a), (b, adapter.b))
@@ -134,6 +164,44 @@ def why_apart(module: nn.Module, adapter: Adapter, x: Tensor) -> str:
             return "its adapter has another dtype than what it is given"
     if b.dtype != a.dtype:
         return "its adapter has two dtypes"
+    return ""
+
+
+# Forwards of base layers of 4 bits that were run against the operator.
+_verified: set[Any] = set()
+
+
+def _why_apart_in_four_bits(module: nn.Module, adapter: Adapter, x: Tensor) -> str:
+    base, a, b = adapter.base, adapter.a.weight, adapter.b.weight
+    tensors = [t for t in adapter.four_bits.values() if isinstance(t, Tensor)]  # type: ignore[union-attr]
+    if type(base).forward not in _verified:
+        return f"its base layer is a {type(base).__name__} that was not run against the operator"
+    if not is_plain(x, base.bias, a, b, *tensors):
+        return "it has, or is given, tensors that are not plain"
+    num_rows, num_cols = base.out_features, base.in_features
+    num_bytes = base.weight.numel() * base.weight.element_size()
+    is_whole = tuple(base.weight.quant_state.shape) == (num_rows, num_cols) and 2 * num_bytes - num_rows * num_cols in (
+        0,
+        1,
+    )
+    if not is_whole or any(
+        t.shape != (each.out_features, each.in_features) for t, each in ((a, adapter.a), (b, adapter.b))
+    ):
+        return "its weights are not whole outside of the layers that hold them"
+    if any(t.device != x.device for t in (base.weight, a, b, *tensors)):
+        return "its weights are on another device"
+    if not getattr(base, "compute_type_is_set", True):
+        return "the dtype that its base layer computes in is not decided yet"
+    cast = autocast_dtype(x.device.type)
+    if cast is not None and cast != (base.compute_dtype or x.dtype):
+        return "its base layer computes in another dtype than that of autocast"
+    if cast is None and a.dtype != x.dtype and not getattr(module, "cast_input_dtype_enabled", True):
+        return "its adapter has another dtype than what it is given"
+    if b.dtype != a.dtype:
+        return "its adapter has two dtypes"
+    # The reference would keep the whole weight for backward.
+    if current_backend() != "torch" and (reasons := why_no_kernels(x.device, x.dtype)):
+        return f"there is no kernel for it: {'; '.join(reasons)}"
     return ""
 
 
@@ -203,6 +271,8 @@ def verify(module: nn.Module, parts: Parts, generator: torch.Generator) -> Found
     if parts.why:
         raise Refused(parts.why)
     argument_of(module)
+    if parts.base is not None:
+        _verify_base(adapter_of(module), generator)
     layer = _Layer(module, parts, generator)
     for training in (False, True):
         for scale in (1.0, 1e-2, 1e3):
@@ -224,7 +294,31 @@ def verify(module: nn.Module, parts: Parts, generator: torch.Generator) -> Found
             raise Refused("it computes bf16 inputs in another precision")
         layer.a.bfloat16()
         layer.b.bfloat16()
-    return Found("adapter", LoraSettings())
+    return Found("adapter" if parts.base is None else "adapter of 4 bits", LoraSettings())
+
+
+def _verify_base(adapter: Adapter, generator: torch.Generator) -> None:
+    """Run a base layer of 4 bits as it is, on a few rows: nobody else knows how its bytes were made."""
+    base, twin = adapter.base, object.__new__(type(adapter.base))
+    # What it notes about its calls is the twin's own.
+    twin.__dict__.update({k: dict(v) if type(v) is dict else v for k, v in base.__dict__.items()})
+    dtype = getattr(base, "compute_dtype", None) or torch.float32
+    x = torch.randn(3, base.in_features, generator=generator).to(base.weight.device, dtype)
+    with torch.no_grad():
+        y = _probe.explained(type(base).forward, twin, x)
+        expected = F.linear(x, _weight_of(adapter, dtype), None if base.bias is None else base.bias.to(dtype))
+    if not _probe.same(y.cpu(), expected.cpu(), tolerance=8 * torch.finfo(dtype).eps):
+        raise Refused("its base layer computes something else than a product with a weight of 4 bits")
+    _verified.add(type(base).forward)
+
+
+def _packed(adapter: Adapter) -> Tensor:
+    return adapter.base.weight.detach().as_subclass(Tensor)
+
+
+def _weight_of(adapter: Adapter, dtype: torch.dtype) -> Tensor:
+    shape = adapter.base.out_features, adapter.base.in_features
+    return dequantize_nf4(_packed(adapter), shape=shape, dtype=dtype, **adapter.four_bits)  # type: ignore[arg-type]
 
 
 # ---- replacing ----
@@ -246,13 +340,11 @@ def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if why:
         note(f"{NAME} is off in {type(self).__name__}: {why}")
         return type(self).forward(self, x)
-    base = adapter.base
-    return lora_linear(
-        x,
-        base.weight,
-        adapter.a.weight,
-        adapter.b.weight,
-        bias=base.bias,
-        scaling=adapter.scaling,
-        dropout=adapter.dropout,
+    base, low = adapter.base, (adapter.a.weight, adapter.b.weight)
+    options = {"bias": base.bias, "scaling": adapter.scaling, "dropout": adapter.dropout}
+    if adapter.four_bits is None:
+        return lora_linear(x, base.weight, *low, **options)
+    options |= {k: v for k, v in adapter.four_bits.items() if k != "absmax"}
+    return nf4_lora_linear(
+        x, _packed(adapter), adapter.four_bits["absmax"], *low, compute_dtype=base.compute_dtype, **options
     )

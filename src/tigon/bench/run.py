@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import __version__
-from ..ops import OPS
+from ..ops import OPS, dequantize_nf4
 from ..specs import Case, OpSpec
 from ..testing.budget import measure
 from ..testing.check import Checker, Run, call, flatten
@@ -149,7 +149,17 @@ def _products(shape: torch.Size) -> Callable[..., Any]:
         def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
             return ctx.gradients
 
+    made: list[Tensor] = []
+
     def products(**given: Any) -> Tensor:
+        if "packed" in given:
+            # Before the first measurement, of the numbers that the operator multiplies with.
+            if not made:
+                shape = given["lora_b"].shape[0], given["lora_a"].shape[1]
+                names = "packed", "absmax", "block_size", "nested_absmax", "nested_code", "nested_offset"
+                named = {name: given[name] for name in (*names, "nested_block_size") if name in given}
+                made.append(dequantize_nf4(**named, shape=shape, dtype=given["x"].dtype))
+            given = {**given, "weight": made[0]}
         if "gate_weight" in given:
             names = "x", "norm_weight", "gate_weight", "up_weight", "down_weight"
             return _MlpProducts.apply(*(given.get(name) for name in names))

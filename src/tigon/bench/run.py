@@ -155,10 +155,10 @@ def _products(shape: torch.Size) -> Callable[..., Any]:
         if "packed" in given:
             # Before the first measurement, of the numbers that the operator multiplies with.
             if not made:
-                shape = given["lora_b"].shape[0], given["lora_a"].shape[1]
+                size = given["lora_b"].shape[0], given["lora_a"].shape[1]
                 names = "packed", "absmax", "block_size", "nested_absmax", "nested_code", "nested_offset"
                 named = {name: given[name] for name in (*names, "nested_block_size") if name in given}
-                made.append(dequantize_nf4(**named, shape=shape, dtype=given["x"].dtype))
+                made.append(dequantize_nf4(**named, shape=size, dtype=given["x"].dtype))
             given = {**given, "weight": made[0]}
         if "gate_weight" in given:
             names = "x", "norm_weight", "gate_weight", "up_weight", "down_weight"

@@ -56,6 +56,14 @@ def test_one_buffer_serves_many(backend: str, device: torch.device) -> None:
         assert torch.equal(buffer, tigon.dequantize_nf4(**given, shape=(8, 40), dtype=torch.float32))
 
 
+@pytest.mark.parametrize("shape", [(8, 40), (3, 5)])
+def test_nothing_is_written_beyond_a_buffer(shape: Any, device: torch.device) -> None:
+    memory = torch.full((8192,), 7.0, device=device)
+    buffer = memory[4096 : 4096 + torch.Size(shape).numel()].view(shape)
+    tigon.dequantize_nf4(**packed(device, *shape), shape=shape, out=buffer)
+    assert int((memory != 7).sum()) == buffer.numel() == int((buffer != 7).sum())
+
+
 def test_bytes_may_be_held_as_another_dtype(backend: str, device: torch.device) -> None:
     """As wrappers that shard parameters want them: all of one floating dtype."""
     given = packed(device, 8, 64)

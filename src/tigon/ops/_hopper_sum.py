@@ -47,8 +47,8 @@ def sum_products(
 ) -> None:
     """Fill `out` with `a @ weight.T + b @ low.T + bias`; `transposed`: with `a @ weight + b @ low`.
 
-    `a` `[M, K]`, `b` `[M, R]`, `weight` `[N, K]` and `low` `[N, R]`, or `[K, N]` and `[R, N]`; `out` `[M, N]`, whose rows
-    are a multiple of 16 bytes.
+    `a` `[M, K]`, `b` `[M, R]`, `weight` `[N, K]` and `low` `[N, R]`, or `[K, N]` and `[R, N]`; `out` `[M, N]`, of rows
+    of a multiple of 16 bytes.
     """
     args = bias, out.shape[1]
     multiply(a, weight, None, (out,), args, no_prologue, _store_epilogue, more=(b, low), transposed=transposed)

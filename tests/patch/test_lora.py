@@ -586,3 +586,15 @@ def test_a_4_bit_base_that_computes_something_else_is_refused(
     ((verdict, reason, _),) = rows_of(tigon.patch(layer_4_bit(plain=True), fuse="lora_linear"))
     assert verdict == "kept"
     assert "computes something else" in reason
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.kernels
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_4_bit_layers_compile_in_one_graph(backend: str, layer_4_bit: Any) -> None:
+    torch._dynamo.reset()
+    model, plain, x = layer_4_bit(), layer_4_bit(plain=True), torch.randn(5, 64)
+    with tigon.backend(backend):
+        assert_same_run(model, plain, x)
+        assert_same_run(torch.compile(model, fullgraph=True, backend="aot_eager"), plain, x)
+    torch._dynamo.reset()

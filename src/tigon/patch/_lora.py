@@ -313,7 +313,7 @@ def _verify_base(adapter: Adapter, generator: torch.Generator) -> None:
 
 
 def _packed(adapter: Adapter) -> Tensor:
-    return adapter.base.weight.detach().as_subclass(Tensor)
+    return adapter.base.weight.detach()
 
 
 def _weight_of(adapter: Adapter, dtype: torch.dtype) -> Tensor:

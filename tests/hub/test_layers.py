@@ -373,7 +373,7 @@ ACTIVATIONS = [
 
 
 @pytest.mark.parametrize("layer", [layers.GatedMLP, layers.TiledMLP])
-@pytest.mark.parametrize(("act_fn", "name"), ACTIVATIONS, ids=lambda v: str(v)[:24])
+@pytest.mark.parametrize(("act_fn", "name"), ACTIVATIONS, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_gated_mlp(act_fn: Any, name: str | None, layer: type[nn.Module]) -> None:
     assert _host.activation_of(act_fn) == name
     # Fewer rows than parts, and more.

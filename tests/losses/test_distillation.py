@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from tests.losses.test_driver import ProductSpy
 from torch import Tensor
 
@@ -183,3 +184,35 @@ def test_rows_that_are_skipped_take_no_product() -> None:
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], argument: str) -> None:
     with pytest.raises(ValueError, match=f"linear_divergence: {argument}: expected"):
         losses.distill(**(inputs() | options))
+
+
+def test_fp16_leaves_room_for_the_share_of_a_mean() -> None:
+    """With the loss scaled, as fp16 is trained, and many tokens in the mean."""
+    given, scale = inputs(), 2.0**16
+    few = {k: v if k == "labels" else v.half() for k, v in given.items()}
+
+    def gradients(given: dict[str, Tensor]) -> list[Tensor]:
+        given = {k: v.clone().requires_grad_(k.startswith("student")) for k, v in given.items()}
+        loss = losses.distill(**given, num_items=2**17).loss
+        (loss * scale).backward()
+        return [given[k].grad.double() for k in ("student_hidden", "student_weight", "student_bias")]
+
+    wide = {k: v if k == "labels" else v.double() for k, v in few.items()}
+    for actual, exact in zip(gradients(few), gradients(wide), strict=True):
+        assert (actual - exact).norm() / exact.norm() < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_backward_twice_where_what_is_saved_is_computed_again(dtype: torch.dtype) -> None:
+    given = {k: v if k == "labels" else v.to(dtype) for k, v in inputs().items()}
+    leaf = given.pop("student_weight").requires_grad_()
+
+    def step(weight: Tensor) -> Tensor:
+        return losses.distill(student_weight=weight, **given).loss
+
+    loss = torch.utils.checkpoint.checkpoint(step, leaf, use_reentrant=False)
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    first = first.clone()
+    (second,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close(second, first)
+    torch.testing.assert_close(first, torch.autograd.grad(step(leaf), leaf)[0])

@@ -10,8 +10,10 @@ import torch
 from tests.losses import plain
 from tests.losses.test_preference import assert_same, leaves
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon import losses
+from tigon.losses import policy
 
 BATCH, LENGTH, WIDTH, CLASSES = 4, 5, 6, 11
 ROW = CLASSES * 8
@@ -297,3 +299,33 @@ def test_defaults_are_those_of_the_plain_trainer() -> None:
     wanted |= {"temperature": 1.0, "entropy_quantile": 1.0, "kl_takes_ratio": False, "off_policy_threshold": None}
     given = inspect.signature(losses.grpo).parameters
     assert {k: given[k].default for k in wanted} == wanted
+
+
+def test_a_masked_token_need_be_no_class() -> None:
+    given = inputs()
+    call = {k: given[k] for k in ("hidden", "weight")} | {"advantages": given["advantages"]["sequences"]}
+    mask = given["mask"].clone()
+    mask[0, 1] = 0
+    labels = given["labels"].clone()
+    wanted = losses.grpo(**call, labels=labels, mask=mask).loss
+    labels[0, 1] = -1
+    torch.testing.assert_close(losses.grpo(**call, labels=labels, mask=mask).loss, wanted)
+
+
+def test_a_quantile_of_entropies_compiles_whole_and_asks_for_no_number() -> None:
+    given = inputs()
+    call = {k: given[k] for k in ("hidden", "weight", "labels")} | {"advantages": given["advantages"]["sequences"]}
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert "_local_scalar_dense" not in str(function)
+            return function(*args, **(kwargs or {}))
+
+    mask = given["entropy_mask"] if "entropy_mask" in given else given["mask"] != 0
+    entropy = torch.rand(mask.shape)
+    with Asked():
+        wanted = policy.entropy_mask(entropy, mask, 0.4)
+    assert 0 < wanted.sum() < mask.sum()
+    torch._dynamo.reset()
+    step = torch.compile(lambda **k: losses.grpo(**k, entropy_quantile=0.4).loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(step(**call), losses.grpo(**call, entropy_quantile=0.4).loss)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..ops import _op
-from ..ops._check import require, require_floating, require_number, require_same_device
+from ..ops._check import require, require_bytes, require_floating, require_number, require_same_device
 from ..ops._launch import cdiv
 from ..ops._loss_gradients import loss_gradients
 from ..ops._projection import (
@@ -33,7 +33,7 @@ from ..ops._projection import (
     row_stride,
 )
 from ..ops.cross_entropy import checked_labels, wide_dtype
-from ..ops.linear_log_probs import _bwd, linear_log_probs
+from ..ops.linear_log_probs import _bwd, linear_log_probs, require_head
 
 Unit = Literal["token", "sequence", "pair", "batch"]
 Data = Mapping[str, Tensor | None]
@@ -97,10 +97,10 @@ def check_head(head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
     require(hidden.dim() == 3, name, "hidden", "[sequences, tokens, width]", f"shape {tuple(hidden.shape)}")
     is_labels = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dtype != torch.bool
     require(is_labels, name, "labels", "a tensor of integers", getattr(labels, "dtype", type(labels).__name__))
-    rows = tuple(hidden.shape[:2])
-    require(tuple(labels.shape) == rows, name, "labels", f"shape {rows}", tuple(labels.shape))
-    require_same_device(name, hidden=hidden, weight=head.weight, labels=labels, bias=head.bias)
+    require_head(name, hidden, head.weight, labels, head.bias, head.softcap, head.logit_scale)
     require_number(name, "temperature", head.temperature, low=0, above=True)
+    if head.max_logits_bytes is not None:
+        require_bytes(name, "max_logits_bytes", head.max_logits_bytes)
     if head.skip_ignored:
         is_unseen = _op.is_traced(hidden) or (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
         require(not is_unseen, name, "skip_ignored", "False while a compiler or a graph records", True)

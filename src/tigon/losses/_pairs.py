@@ -354,6 +354,9 @@ def dpo(
     require_one_of("dpo", "f_divergence", f_divergence, tuple(k for k in DIVERGENCES if k != "alpha_po"))
     takes = f_divergence == "reverse_kl" or all(form.takes_divergence for form, _ in forms)
     require(takes, "dpo", "f_divergence", f"'reverse_kl' for loss_type {loss_type!r}", repr(f_divergence))
+    divides = [name for name, form in DPO.items() if any(form is each for each, _ in forms) and form.divides]
+    expected = f"False for {', '.join(map(repr, divides))}, which divides by the tokens itself"
+    require(not (average_log_probs and divides), "dpo", "average_log_probs", expected, True)
     reference = ref_log_probs, ref_hidden, ref_weight, ref_bias
     _check_reference(head, hidden, *reference, reference_free)
     options = Options(beta, label_smoothing, discopop_tau)

@@ -243,13 +243,16 @@ def grpo(
     _check_options(name, o, max_completion_length, num_items)
     require_number(name, "accumulation_steps", accumulation_steps, low=0, above=True)
     require(loss_type != "gspo" or importance_level == "sequence", name, "importance_level", "'sequence' for gspo", "")
+    if mask is not None and isinstance(labels, Tensor):
+        # What stands where nothing counts need be no class.
+        check_rows(name, hidden, mask=(mask, [tuple(labels.shape)]))
+        labels = labels.masked_fill(mask == 0, ignore_index)
     labels = check_head(head, hidden, labels)
     rows = tuple(labels.shape)
     check_rows(
         name,
         hidden,
         advantages=(advantages, [rows[:1], rows, (rows[0], 1)]),
-        mask=(mask, [rows]),
         old_log_probs=(old_log_probs, [rows]),
         ref_log_probs=(ref_log_probs, [rows]),
         sampler_log_probs=(sampler_log_probs, [rows]),
@@ -268,9 +271,6 @@ def grpo(
 
     zero = wide_zeros(head, hidden)
     valid = labels != ignore_index
-    if mask is not None:
-        valid = valid & (mask != 0)
-        labels = torch.where(valid, labels, ignore_index)
     a = advantages.to(zero.dtype)
     # Of a sequence, or of tokens, of which those that do not count may hold anything.
     a = a.unsqueeze(1) if a.dim() == 1 else a

@@ -177,7 +177,8 @@ def entropy_mask(entropy: Tensor, mask: Tensor, quantile: float) -> Tensor:
     # The (1 - quantile)-quantile of those that count, linear between neighbours, without asking for their number.
     last = (mask.sum() - 1).clamp(min=0).double()
     rank = (1 - quantile) * last
-    low, high = flat[rank.floor().long()], flat[rank.ceil().long()]
+    # By `take`: an index would be read by the host.
+    low, high = flat.take(rank.floor().long()), flat.take(rank.ceil().long())
     threshold = torch.where(low == high, low, torch.lerp(low, high, (rank - rank.floor()).to(low.dtype)))
     return mask & (entropy >= threshold)
 

@@ -183,14 +183,16 @@ class Form(NamedTuple):
     smoothing: Literal["none", "any", "below_half", "needed"] = "none"
     takes_divergence: bool = False
     unit: Literal["pair", "batch"] = "pair"
+    # Whether scores are to be means over tokens, and whether the loss makes them so itself.
     averages: bool = False
+    divides: bool = False
 
 
 DPO = {
     "sigmoid": Form(sigmoid, "any", True),
-    "sigmoid_norm": Form(sigmoid_norm, "none", True),
+    "sigmoid_norm": Form(sigmoid_norm, "none", True, divides=True),
     "hinge": Form(hinge, "none", True),
-    "ipo": Form(ipo, "none", True),
+    "ipo": Form(ipo, "none", True, divides=True),
     "exo_pair": Form(exo_pair, "needed", True),
     "nca_pair": Form(nca_pair),
     "robust": Form(robust, "below_half", True),

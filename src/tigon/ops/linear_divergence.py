@@ -505,6 +505,8 @@ def _fwd(
 
 # ---- autograd ----
 
+_NONE = (False, False, False)
+
 
 class _LinearDivergence(torch.autograd.Function):
     """Forward computes the gradients for an upstream gradient of 1, backward multiplies."""
@@ -525,9 +527,12 @@ class _LinearDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         inputs = student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, labels
         factor = divisor.reciprocal()
-        soft, hard, *gradients = _fwd(*inputs, factor, *settings)
-        ctx.settings, ctx.is_traced = settings, is_traced
-        if is_traced:
+        # fp16 has no room for a share of the mean: its gradients wait for the upstream gradient, which scales the loss.
+        ctx.settings, ctx.is_traced, ctx.is_late = settings, is_traced, settings[1] == torch.float16
+        soft, hard, *gradients = _fwd(*inputs, factor, _NONE if ctx.is_late else settings[0], *settings[1:])
+        if ctx.is_late:
+            ctx.save_for_backward(*inputs, factor)
+        elif is_traced:
             ctx.save_for_backward(*gradients, factor)
         else:
             # Not saved tensors: backward takes them out, so that nothing else holds them when it hands them over.
@@ -541,17 +546,23 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.is_traced:
-            *gradients, factor = ctx.saved_tensors
-            factors = dloss * factor, dloss, dloss
+        # Once: what is saved can be asked for a single time where it is computed again.
+        saved = ctx.saved_tensors
+        factor = saved[-1]
+        factors: tuple[Tensor, ...] = dloss * factor, dloss, dloss
+        if ctx.is_late:
+            _soft, _hard, *gradients = _fwd(*saved[:-1], dloss * factor, *ctx.settings)
+            factors = factors[:1]
+            gradients[0] = (gradients[0].to(factor.dtype) * factors[0]).to(gradients[0].dtype)
+        elif ctx.is_traced:
+            *gradients, _factor = saved
             gradients = [(g.to(f.dtype) * f).to(g.dtype) for g, f in zip(gradients, factors, strict=True)]
         else:
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
                 # Not the first backward: they were handed over.
-                _soft, _hard, *gradients = _fwd(*ctx.saved_tensors, *ctx.settings)
+                _soft, _hard, *gradients = _fwd(*saved, *ctx.settings)
             has_kernel = ctx.settings[4]
-            factors = dloss * ctx.saved_tensors[-1], dloss, dloss
             for gradient, gradient_factor in zip(gradients, factors, strict=True):
                 multiply_(gradient, gradient_factor, has_kernel)
         wanted = (g if is_needed else None for g, is_needed in zip(gradients, ctx.settings[0], strict=True))

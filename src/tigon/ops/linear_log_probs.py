@@ -580,6 +580,34 @@ def _supports(hidden: Tensor, weight: Tensor | None = None, labels: Tensor | Non
     return ["float64 is computed in plain torch"] if hidden.dtype == torch.float64 else []
 
 
+def require_head(
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    logit_scale: float | None,
+) -> None:
+    """The checks of a head that is asked for log-probabilities.
+
+    Raises:
+        ValueError: naming the argument, what was expected, and what it was.
+    """
+    require_floating(name, hidden=hidden, weight=weight, bias=bias)
+    require(weight.dim() == 2, name, "weight", "two axes", f"shape {tuple(weight.shape)}")
+    num_classes, width = weight.shape
+    require(hidden.dim() >= 1, name, "hidden", "at least one axis", "a scalar")
+    require(width >= 1, name, "weight", "at least one column", f"shape {tuple(weight.shape)}")
+    require(hidden.shape[-1] == width, name, "hidden", f"last axis {width}", f"shape {tuple(hidden.shape)}")
+    if bias is not None:
+        require(bias.shape == (num_classes,), name, "bias", f"shape ({num_classes},)", tuple(bias.shape))
+    require_options(name, labels, hidden.shape[:-1], num_classes, 0.0, softcap, None, "none", None, 0.0)
+    if logit_scale is not None:
+        require_number(name, "logit_scale", logit_scale)
+    require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias)
+
+
 @op(reference=linear_log_probs_reference, supports=_supports)
 def linear_log_probs(
     hidden: Tensor,
@@ -635,18 +663,8 @@ def linear_log_probs(
     Source: Milakov & Gimelshein 2018, arXiv:1805.02867; Wijmans et al. 2024, arXiv:2411.09009.
     """
     name = "linear_log_probs"
-    require_floating(name, hidden=hidden, weight=weight, bias=bias)
-    require(weight.dim() == 2, name, "weight", "two axes", f"shape {tuple(weight.shape)}")
-    num_classes, width = weight.shape
-    require(hidden.dim() >= 1, name, "hidden", "at least one axis", "a scalar")
-    require(width >= 1, name, "weight", "at least one column", f"shape {tuple(weight.shape)}")
-    require(hidden.shape[-1] == width, name, "hidden", f"last axis {width}", f"shape {tuple(hidden.shape)}")
-    if bias is not None:
-        require(bias.shape == (num_classes,), name, "bias", f"shape ({num_classes},)", tuple(bias.shape))
-    require_options(name, labels, hidden.shape[:-1], num_classes, 0.0, softcap, None, "none", None, 0.0)
-    if logit_scale is not None:
-        require_number(name, "logit_scale", logit_scale)
-    require_same_device(name, hidden=hidden, weight=weight, labels=labels, bias=bias)
+    require_head(name, hidden, weight, labels, bias, softcap, logit_scale)
+    num_classes = weight.shape[0]
     dtype = matmul_dtype(name, "hidden", hidden.dtype, weight, bias)
     if max_logits_bytes is None:
         max_logits_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tigon import losses
-from tigon.ops._check import require
+from tigon.ops._check import require, require_one_of
 
 from .._missing import missing_from
 
@@ -19,7 +19,7 @@ def _num_items(attention_mask: Tensor, num_items_in_batch: Any) -> Tensor:
 
     is_shared = dist.is_available() and dist.is_initialized()
     if num_items_in_batch is None:
-        total = attention_mask.to(torch.float32).sum()
+        total = (attention_mask != 0).sum(dtype=torch.float32)
         if is_shared:
             dist.all_reduce(total)
     else:
@@ -66,7 +66,10 @@ class LigerFusedLinearGRPOFunction:
         num_items_in_batch: Any = None,
     ) -> Any:
         name = "LigerFusedLinearGRPOLoss"
+        require_one_of(name, "loss_type", loss_type, tuple(losses.POLICY))
         is_sequence = importance_sampling_level == "sequence"
+        if vllm_is_ratio is not None and vllm_is_ratio.dim() == 1:
+            vllm_is_ratio = vllm_is_ratio.unsqueeze(1)
         ratios = vllm_is_ratio is None or vllm_is_ratio.shape[1] == 1
         # Of tokens that type is weighted by the length of the sequence here, and summed over it in tigon.losses.
         fits = loss_type != "luspo" or (is_sequence and beta == 0 and ratios)
@@ -74,7 +77,7 @@ class LigerFusedLinearGRPOFunction:
         require(fits, name, "importance_sampling_level", expected, repr(importance_sampling_level))
         has_reference = ref_per_token_logps is not None or ref_input is not None
         require(has_reference or not use_ref_model, name, "ref_per_token_logps", "a tensor, or ref_input", None)
-        reference: dict[str, Any] = {"ref_log_probs": ref_per_token_logps}
+        reference: dict[str, Any] = {"ref_log_probs": ref_per_token_logps if use_ref_model else None}
         if ref_per_token_logps is None and use_ref_model and ref_input is not None:
             reference = {"ref_hidden": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
         # Without a reference the policy is its own, and their divergence 0.

@@ -325,7 +325,7 @@ def dpo(
         discopop_tau: of "discopop".
         f_divergence: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence" (with `f_alpha`), for the
             losses of c - r.
-        average_log_probs: means over tokens in place of sums.
+        average_log_probs: means over tokens in place of sums; not with "ipo" and "sigmoid_norm", which divide by them.
         length_alpha: weight of the tokens beyond the shorter response of a pair; None for 1.
         nll_weight: of the negative log-likelihood of the chosen tokens, which is added.
         num_items: pairs to divide by in place of those of this call, for a batch that is part of a larger one: a number

@@ -637,7 +637,8 @@ def linear_divergence(
     Numerics: logits in the dtype of the product, everything after them in fp32; sums of `dweight` as in
               `linear_cross_entropy`.
     Memory:   `max_logits_bytes` and the gradients. Four matrix products: two for the logits, and one for each of
-              `dstudent_hidden` and `dstudent_weight` that is needed. A second backward makes all four again.
+              `dstudent_hidden` and `dstudent_weight` that is needed. A second backward makes all four again. In fp16
+              the logits are computed in backward once more, when the scale of the loss is known.
     Differs from the reference: never in formula; order of summation over V and over rows. Tensor subclasses go to the
               reference itself, which stores all logits.
     Source: Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2024, arXiv:2306.13649; Wen et al. 2023,

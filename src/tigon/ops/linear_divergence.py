@@ -323,7 +323,8 @@ class _Options(NamedTuple):
 
 def _launch_rows(s: Tensor, t: Tensor, labels: Tensor, soft: Tensor, hard: Tensor, gradient: bool, o: _Options) -> None:
     num_rows, num_cols = s.shape
-    block = min(max(next_power_of_2(num_cols), 128), _BLOCK)
+    # What is in flight of fp32 spills registers on some targets.
+    block = min(max(next_power_of_2(num_cols), 128), _BLOCK if s.element_size() == 2 else _BLOCK // 2)
     launch(
         _linear_divergence_kernel,
         (num_rows,),

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from tigon.testing.compile_only import TARGETS, Compiled, Launch, describe
 
-# Their limits lie between those of others, where every launch is compiled.
-BETWEEN = ("sm_80", "sm_100")
+# Each kernel once: limits of these lie between those of others, where every launch is compiled, or are wider.
+ONCE = ("sm_80", "sm_100", "gfx942")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -21,7 +21,7 @@ def test_kernels_compile_for(target: str, tmp_path_factory: pytest.TempPathFacto
     # A fresh interpreter: this one has the kernels decorated for interpretation.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    once = ["--once"] if target in BETWEEN else []
+    once = ["--once"] if target in ONCE else []
     done = subprocess.run(
         [sys.executable, "-m", "tigon.testing.compile_only", "--target", target, *once],
         env=environment,
